@@ -1,0 +1,61 @@
+"""hdtensor: one ordinary PyTorch program on unlike devices.
+
+A tensor is cut twice: across *subgroups* of ranks (top tier) and inside each subgroup with ordinary DTensor placements
+(bottom tier). Operators stay local, ranks skip what they do not hold, and ``redistribute`` moves data.
+"""
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from hdtensor import ops
+from hdtensor._rank import as_rank, current_rank
+from hdtensor.api.collect import full_tensor, item
+from hdtensor.api.distribute import distribute_tensor
+from hdtensor.api.implicit import implicit_replication
+from hdtensor.api.local import from_dtensor, from_local
+from hdtensor.api.parallelize import distribute_batch, no_sync, parallelize, sync_gradients
+from hdtensor.errors import (
+    DeductionError,
+    DisagreementError,
+    GroupError,
+    HDTensorError,
+    NonLocalError,
+    PlanError,
+    RedistributeError,
+    SpecError,
+)
+from hdtensor.placements import Box, HDSpec, Subgroup
+from hdtensor.plan import AnnotationPlan
+from hdtensor.tensor import HDTensor
+
+
+__all__ = [
+    "AnnotationPlan",
+    "Box",
+    "DeductionError",
+    "DisagreementError",
+    "GroupError",
+    "HDSpec",
+    "HDTensor",
+    "HDTensorError",
+    "NonLocalError",
+    "Partial",
+    "PlanError",
+    "RedistributeError",
+    "Replicate",
+    "Shard",
+    "SpecError",
+    "Subgroup",
+    "as_rank",
+    "current_rank",
+    "distribute_batch",
+    "distribute_tensor",
+    "from_dtensor",
+    "from_local",
+    "full_tensor",
+    "implicit_replication",
+    "item",
+    "no_sync",
+    "ops",
+    "parallelize",
+    "sync_gradients",
+]

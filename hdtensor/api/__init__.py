@@ -1,0 +1,1 @@
+"""The verbs: cut, build, collect, parallelize."""

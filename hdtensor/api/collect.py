@@ -1,0 +1,78 @@
+"""Bringing values together: ``full_tensor`` and ``item`` answer on every rank of the world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate
+
+from hdtensor._rank import current_rank, is_played
+from hdtensor._torch_compat import new_wrapper
+from hdtensor.api.local import shard_of
+from hdtensor.collectives import p2p
+from hdtensor.errors import GroupError
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.tensor import HDTensor, gradient_bound
+
+
+def full_tensor(tensor: HDTensor) -> torch.Tensor:
+    """Return the whole tensor on every rank, also those that hold no part; differentiable.
+
+    Every rank of the world calls it. Pending reductions are done.
+
+    Raises:
+        GroupError: Inside ``as_rank``, where nothing may communicate.
+    """
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _FullTensor.apply(tensor)
+    return _collect(tensor)
+
+
+def item(tensor: HDTensor) -> int | float | bool | complex:
+    """Return a one-element tensor's value on every rank; every rank of the world calls it.
+
+    Raises:
+        RuntimeError: If the tensor has more than one element.
+    """
+    with torch.no_grad():
+        return _collect(tensor).item()
+
+
+def _collect(tensor: HDTensor) -> torch.Tensor:
+    spec = tensor.spec
+    whole = spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
+    with torch.no_grad():
+        tensor = tensor.redistribute(whole)
+    local = tensor._local_tensor
+    if not dist.is_initialized() or is_played():
+        if not tensor.is_local:
+            raise GroupError(
+                f"full_tensor communicates; rank {current_rank()} holds no part of {spec}."
+            )
+        return local.clone()
+    outside = [r for r in range(dist.get_world_size()) if r not in spec.ranks]
+    source = spec.ranks[0]
+    if not outside or not tensor.numel():
+        return local.clone() if tensor.is_local else local.new_empty(tensor.shape)
+    if tensor.is_local:
+        local = local.contiguous()
+        p2p.exchange(dict.fromkeys(outside, local) if current_rank() == source else {}, {})
+        return local.clone()
+    local = local.new_empty(tensor.shape)
+    p2p.exchange({}, {source: local})
+    return local
+
+
+class _FullTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: HDTensor) -> torch.Tensor:
+        ctx.bound = tensor._spec
+        return _collect(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> HDTensor:
+        bound = gradient_bound(ctx.bound)
+        bound = BoundSpec.bind(bound.spec, bound.shape, None, bound.dtype, bound.top_sizes)
+        return new_wrapper(HDTensor, shard_of(grad, bound), bound, False)

@@ -1,0 +1,131 @@
+"""``distribute_tensor``: cut a whole tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from hdtensor._rank import current_rank, is_played
+from hdtensor._torch_compat import new_wrapper
+from hdtensor.api.local import prepare_groups, shard_of
+from hdtensor.collectives import p2p
+from hdtensor.errors import DisagreementError, SpecError
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.placements.spec import HDSpec
+from hdtensor.tensor import HDTensor, as_spec
+
+
+Pairs = Sequence[tuple[DeviceMesh | Sequence[int], Sequence[Placement]]]
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    spec: HDSpec | str | DeviceMesh | Pairs,
+    placements: Sequence[Placement] | None = None,
+    *,
+    hdim: int = -1,
+    top_ratio: Sequence[int] | None = None,
+    top_sizes: Sequence[int] | None = None,
+    src_data_rank: int | None = 0,
+) -> HDTensor:
+    """Cut a whole tensor; every rank of the world calls it with the same spec and a tensor of the same shape.
+
+    Four ways to say how::
+
+        distribute_tensor(t, spec)                                      # an HDSpec
+        distribute_tensor(t, "S0[3:1] / 0,1:S1 2:R")                    # its short text
+        distribute_tensor(t, [(mesh_a, [Shard(1)]), (mesh_b, [Replicate()])], hdim=0)   # the paper's unions
+        distribute_tensor(t, mesh, [Shard(0)])                          # DTensor's call: one subgroup
+
+    Args:
+        tensor: The whole tensor. A leaf; the result requires grad where it does. On the ``meta`` device the shards are
+            made there too.
+        spec: See above.
+        placements: With a ``DeviceMesh`` only; default ``Replicate()`` on every axis, as DTensor.
+        hdim: HDim code of a list of pairs: d for ``Shard(d)``, -1 replicate, -2 partial.
+        top_ratio: Proportions of a top ``Shard``, with a list of pairs.
+        top_sizes: Exact extents of the blocks along a top ``Shard``'s dim; default: by the ratio.
+        src_data_rank: Global rank whose values count; they are sent to the holders. None: every rank cuts its own
+            tensor, which must be the same everywhere; nothing is sent.
+
+    Raises:
+        SpecError: If the spec does not fit the tensor.
+        DisagreementError: On every rank, if ranks pass unlike shapes, dtypes or specs (not with ``src_data_rank=None``).
+    """
+    spec = _spec_of(spec, placements, hdim, top_ratio)
+    if isinstance(tensor, HDTensor):
+        raise SpecError(
+            f"the tensor is distributed already ({tensor!r}); use tensor.redistribute(spec)."
+        )
+    if not tensor.is_leaf:
+        raise SpecError(
+            "distribute_tensor takes a leaf tensor; use HDTensor.from_local inside a graph."
+        )
+    bound = BoundSpec.bind(spec, tensor.shape, None, tensor.dtype, top_sizes)
+    prepare_groups(spec)
+    if src_data_rank is None or tensor.is_meta or not dist.is_initialized() or is_played():
+        local = shard_of(tensor, bound)
+    else:
+        local = _scatter(tensor, bound, src_data_rank)
+    return new_wrapper(HDTensor, local, bound, tensor.requires_grad)
+
+
+def _spec_of(spec: Any, placements: Any, hdim: int, top_ratio: Any) -> HDSpec:
+    if isinstance(spec, DeviceMesh):
+        return HDSpec.from_meshes([(spec, placements or [Replicate()] * spec.ndim)])
+    if placements is not None:
+        raise SpecError(
+            "placements go with a DeviceMesh; an HDSpec or a list of pairs has its own."
+        )
+    if isinstance(spec, list | tuple):
+        return HDSpec.from_meshes(spec, hdim, top_ratio=top_ratio)
+    if hdim != -1 or top_ratio is not None:
+        raise SpecError(
+            "hdim and top_ratio go with a list of (mesh, placements); an HDSpec has its own."
+        )
+    return as_spec(spec)
+
+
+def _scatter(tensor: torch.Tensor, bound: BoundSpec, source: int) -> torch.Tensor:
+    """Send every holder its shard from one rank."""
+    _check_agreement(tensor, bound, source)
+    rank = current_rank()
+    if rank == source:
+        sends = {}
+        for holder in bound.spec.ranks:
+            if holder != source:
+                shard = shard_of(tensor, _as_seen_by(bound, holder))
+                if shard.numel():
+                    sends[holder] = shard
+        p2p.exchange(sends, {})
+        return shard_of(tensor, bound)
+    local = tensor.detach().new_empty(bound.local_shape())
+    p2p.exchange({}, {source: local} if bound.index is not None and local.numel() else {})
+    return local
+
+
+def _as_seen_by(bound: BoundSpec, rank: int) -> BoundSpec:
+    from hdtensor._rank import as_rank  # noqa: PLC0415
+
+    with as_rank(rank):
+        return BoundSpec.of(bound.spec, bound.shape, bound.stride, bound.dtype, bound.top_sizes)
+
+
+def _check_agreement(tensor: torch.Tensor, bound: BoundSpec, source: int) -> None:
+    """Raise on every rank if one rank's call differs: a message of another length would abort processes."""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, f"{bound!r} src_data_rank={source}")
+    if len(set(said)) > 1:
+        listing = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said))
+        raise DisagreementError(
+            f"distribute_tensor was called with unlike arguments: {listing}. Pass the same shape, dtype and "
+            f"spec on every rank."
+        )
+    if not 0 <= source < len(said):
+        raise SpecError(f"src_data_rank {source} is no rank of the world of {len(said)}.")

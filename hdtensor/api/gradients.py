@@ -1,0 +1,88 @@
+"""Bringing gradients home: after ``backward()`` each is in its parameter's spec, without a call by the user.
+
+Backward leaves the gradient of a parameter that subgroups share as top ``Partial``: each has its own batch's term. When
+the engine ends, all terms are summed together, bucket by bucket in registration order, so that
+``loss.backward(); optimizer.step()`` works as with DDP or FSDP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from hdtensor._torch_compat import at_backward_end
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.registry import wrap
+from hdtensor.placements.layout import contiguous_stride
+from hdtensor.redistribute.execute import execute_many
+from hdtensor.redistribute.resolve import resolve
+from hdtensor.redistribute.steps import RedistributePlan
+from hdtensor.tensor import HDTensor
+
+
+class GradientSync:
+    """Watches parameters and redistributes their gradients once a backward ends.
+
+    Attributes:
+        parameters: In registration order, the order in which collectives are launched on every rank.
+        enabled: False inside ``no_sync``.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.enabled = True
+        self._pending: dict[int, torch.Tensor] = {}
+        self._queued = False
+        self._order = {id(p): i for i, p in enumerate(self.parameters)}
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self.note)
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """Remember that a parameter's gradient changed; called by the engine."""
+        grad = parameter.grad
+        assert isinstance(grad, HDTensor), f"the gradient of an HDTensor is one, got {type(grad)}"
+        if grad._spec.spec is parameter._spec.spec:  # type: ignore[attr-defined]
+            return
+        self._pending[self._order[id(parameter)]] = parameter
+        if self.enabled and not self._queued:
+            self._queued = True
+            at_backward_end(self.flush)
+
+    def flush(self) -> None:
+        """Redistribute all noted gradients; every rank that holds one of them takes part."""
+        self._queued = False
+        pending = [self._pending[i] for i in sorted(self._pending)]
+        self._pending.clear()
+        work = [(p, gradient_plan(p.grad._spec, p._spec)) for p in pending if p.grad is not None]  # type: ignore[attr-defined]
+        moved = execute_many([plan for _, plan in work], [p.grad._local_tensor for p, _ in work])  # type: ignore[union-attr]
+        for (parameter, _), local in zip(work, moved, strict=True):
+            parameter.grad = wrap(local, _home(parameter._spec, parameter.grad.dtype))  # type: ignore[attr-defined,union-attr]
+
+
+def gradient_plan(grad: BoundSpec, parameter: BoundSpec) -> RedistributePlan:
+    """Return the plan that brings a gradient to its parameter's spec."""
+    return resolve(
+        grad.spec,
+        parameter.spec,
+        tuple(grad.shape),
+        src_top_sizes=grad.top_sizes,
+        dst_top_sizes=parameter.top_sizes,
+    )
+
+
+def _home(parameter: BoundSpec, dtype: torch.dtype) -> BoundSpec:
+    shape = parameter.shape
+    return BoundSpec.of(parameter.spec, shape, contiguous_stride(shape), dtype, parameter.top_sizes)
+
+
+@contextlib.contextmanager
+def paused(sync: GradientSync) -> Iterator[None]:
+    """Leave gradients where backward puts them; the first backward outside brings all of them home."""
+    before = sync.enabled
+    sync.enabled = False
+    try:
+        yield
+    finally:
+        sync.enabled = before

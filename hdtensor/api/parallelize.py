@@ -1,0 +1,306 @@
+"""``parallelize``: give an unmodified model a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Partial
+
+from hdtensor._rank import is_played
+from hdtensor._torch_compat import new_wrapper
+from hdtensor.api import points, regions
+from hdtensor.api.distribute import distribute_tensor
+from hdtensor.api.gradients import GradientSync, gradient_plan, paused
+from hdtensor.api.implicit import implicit_replication
+from hdtensor.api.local import prepare_groups, shard_of
+from hdtensor.collectives import groups
+from hdtensor.errors import DisagreementError, PlanError
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.placements.spec import HDSpec
+from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription, Pattern
+from hdtensor.tensor import HDTensor
+
+
+@dataclass(slots=True)
+class ParallelState:
+    """What ``parallelize`` knows of a model.
+
+    Attributes:
+        plan: The expanded plan.
+        sync: Brings gradients home.
+        regions: Modules that run as a whole, see ``api.regions``.
+    """
+
+    plan: ExpandedPlan
+    sync: GradientSync
+    regions: list[regions.Region] = field(default_factory=list)
+
+
+_states: weakref.WeakKeyDictionary[nn.Module, ParallelState] = weakref.WeakKeyDictionary()
+
+
+def parallelize(
+    model: nn.Module,
+    plan: AnnotationPlan | ExpandedPlan,
+    *,
+    patterns: Sequence[Pattern | tuple[str, str]] = (),
+    device: torch.device | str | None = None,
+    src_data_rank: int | None = None,
+    use_regions: bool = True,
+) -> nn.Module:
+    """Spread a model over ranks as a plan says, in place; every rank of the world calls it.
+
+    Parameters become ``HDTensor``s. The hidden states are redistributed at the plan's points. Plain tensors (masks,
+    positions) are accepted inside the model's forward. After each backward every gradient is in its parameter's spec.
+
+    Args:
+        model: Any module whose parameter names the patterns know. On the ``meta`` device it is materialised shard by
+            shard and initialised there (``init_weights()``, or each module's ``reset_parameters()``), with the same
+            values under every plan; no rank ever holds it whole.
+        plan: A strategy, or an expanded plan for exactly this model.
+        patterns: Rules for parameter names before the built-in ones, ``(glob, role)``.
+        device: Where shards of a ``meta`` model are made; default: the current accelerator of the default process group,
+            else the CPU.
+        src_data_rank: Rank whose weights count. None: every rank has built the same model (one seed), which is checked
+            with checksums.
+        use_regions: Run local modules on plain tensors where a recorded pass showed that it is the same.
+
+    Returns:
+        The model.
+
+    Raises:
+        PlanError: If the plan does not fit the model or the world, or needs what does not exist yet.
+        DisagreementError: On every rank, if ranks hold unlike plans or weights.
+    """
+    if model in _states:
+        raise PlanError("the model is parallelized already; build a new one for another plan.")
+    description = ModelDescription.from_module(model)
+    expanded = plan.expand(description, patterns)
+    _check(expanded, model, src_data_rank)
+    was_meta = _distribute_parameters(model, expanded, _device(device), src_data_rank)
+    _prepare_gradient_groups(model, expanded)
+    state = ParallelState(expanded, GradientSync(p for p in model.parameters()))
+    _states[model] = state
+    if was_meta:
+        _initialize(model, _device(device))
+    _place_points(model, expanded)
+    _accept_plain(model)
+    if use_regions:
+        state.regions = regions.install(model, description, state.sync)
+    return model
+
+
+def state_of(model: nn.Module) -> ParallelState:
+    """Return what ``parallelize`` knows of a model.
+
+    Raises:
+        PlanError: If the model was not parallelized.
+    """
+    state = _states.get(model)
+    if state is None:
+        raise PlanError(
+            f"this {type(model).__name__} was not parallelized; call hdtensor.parallelize."
+        )
+    return state
+
+
+def distribute_batch(model: nn.Module, batch: Any) -> Any:
+    """Cut a batch as the model's plan says: dim 0 in the pipelines' shares.
+
+    Args:
+        model: A parallelized model.
+        batch: A tensor, or a mapping, list or tuple of them; the same whole batch on every rank. Other values pass.
+
+    Returns:
+        The same structure of ``HDTensor``s.
+    """
+    spec = state_of(model).plan.inputs
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return distribute_tensor(value, spec, src_data_rank=None)
+        if isinstance(value, Mapping):
+            return {k: cut(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(cut(v) for v in value)
+        return value
+
+    return cut(batch)
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulate gradients without summing them over subgroups; the first backward outside does it once."""
+    with paused(state_of(model).sync):
+        yield
+
+
+def sync_gradients(model: nn.Module) -> None:
+    """Bring home gradients that ``no_sync`` left pending, where no further backward follows."""
+    state_of(model).sync.flush()
+
+
+# -- checks ------------------------------------------------------------------------------------------------------
+
+
+def _check(plan: ExpandedPlan, model: nn.Module, src_data_rank: int | None) -> None:
+    stages = [p for p in plan.points if p.kind == "stage"]
+    if stages:
+        raise PlanError(
+            f"pipelines: the plan has several stages in a pipeline (hidden states move to other ranks at "
+            f"{stages[0].module!r}); one stage in each is what this version executes."
+        )
+    if plan.zero:
+        raise PlanError(f"zero: ZeRO-{plan.zero} is not executed by this version; use zero 0.")
+    if not dist.is_initialized() or is_played():
+        return
+    plan.check(world_size=dist.get_world_size())
+    mine = (str(plan.to_dict()), _fingerprint(model, src_data_rank))
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, mine)
+    for what, values in (("plans", [s[0] for s in said]), ("weights", [s[1] for s in said])):
+        if len(set(values)) > 1:
+            odd = [r for r, v in enumerate(values) if v != values[0]]
+            raise DisagreementError(
+                f"parallelize: ranks {odd} have other {what} than rank 0. Pass the same plan and build the same "
+                f"model on every rank (torch.manual_seed with one seed), or give src_data_rank=0."
+            )
+
+
+def _fingerprint(model: nn.Module, src_data_rank: int | None) -> Any:
+    """Return names, shapes and a checksum of the weights."""
+    with torch.no_grad():
+        return tuple(
+            (
+                name,
+                tuple(p.shape),
+                str(p.dtype),
+                0.0 if p.is_meta or src_data_rank is not None else float(p.double().sum()),
+            )
+            for name, p in model.named_parameters()
+        )
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+# -- parameters ----------------------------------------------------------------------------------------------------
+
+
+def _distribute_parameters(
+    model: nn.Module, plan: ExpandedPlan, device: torch.device, src_data_rank: int | None
+) -> bool:
+    """Replace every parameter by its shard; return whether the model was on the meta device."""
+    prepare_groups(plan.inputs, plan.labels, *plan.tensors.values())
+    replaced: dict[int, nn.Parameter] = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    was_meta = False
+    for module in model.modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            new = replaced.get(id(parameter))
+            if new is None:
+                spec = plan.tensors[names[id(parameter)]]
+                new = _distribute_parameter(parameter, spec, device, src_data_rank)
+                replaced[id(parameter)] = new
+                was_meta |= parameter.is_meta
+            module._parameters[key] = new
+    return was_meta
+
+
+def _distribute_parameter(
+    parameter: nn.Parameter, spec: HDSpec, device: torch.device, src_data_rank: int | None
+) -> nn.Parameter:
+    bound = BoundSpec.bind(spec, parameter.shape, None, parameter.dtype)
+    if parameter.is_meta:
+        local = torch.empty(bound.local_shape(), dtype=parameter.dtype, device=device)
+        tensor = new_wrapper(HDTensor, local, bound, False)
+    elif src_data_rank is None:
+        tensor = new_wrapper(HDTensor, shard_of(parameter, bound), bound, False)
+    else:
+        tensor = distribute_tensor(parameter.detach(), spec, src_data_rank=src_data_rank)
+    return nn.Parameter(tensor, parameter.requires_grad)
+
+
+def _initialize(model: nn.Module, device: torch.device) -> None:
+    """Fill parameters and buffers of a model that was built on the meta device."""
+    for module in model.modules():
+        for key, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=device)
+    init_weights = getattr(model, "init_weights", None)
+    if init_weights is not None:
+        init_weights()
+        return
+    for module in model.modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+        elif own:
+            raise PlanError(
+                f"the model is on the meta device and {type(module).__name__} has parameters but no "
+                f"reset_parameters(); give it one, or the model an init_weights()."
+            )
+
+
+def _prepare_gradient_groups(model: nn.Module, plan: ExpandedPlan) -> None:
+    """Create the groups that bringing gradients home needs, on every rank, before any rank skips a module."""
+    if not dist.is_initialized() or is_played():
+        return
+    rank_sets: set[tuple[int, ...]] = set()
+    for parameter in model.parameters():
+        bound: BoundSpec = parameter._spec  # type: ignore[attr-defined]
+        pending = bound.with_spec(bound.spec.replace(top=Partial()))
+        rank_sets |= set(gradient_plan(pending, bound).rank_sets())
+    groups.ensure_groups(sorted(rank_sets), plan.inputs.subgroups)
+
+
+# -- points ----------------------------------------------------------------------------------------------------------
+
+
+def _place_points(model: nn.Module, plan: ExpandedPlan) -> None:
+    for point in plan.points:
+        module = model.get_submodule(point.module)
+        if point.side == "output":
+            module.register_forward_hook(_redistribute_output)
+        else:
+            module.register_forward_pre_hook(_redistribute_inputs, with_kwargs=True)
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether a module hook is one of the plan's redistribute points."""
+    return hook in (_redistribute_output, _redistribute_inputs)
+
+
+def _redistribute_output(module: nn.Module, args: Any, output: Any) -> Any:
+    return points.reduce_output(output)
+
+
+def _redistribute_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return points.reduce_input_gradients(args, kwargs)
+
+
+def _accept_plain(model: nn.Module) -> None:
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def accepting(*args: Any, **kwargs: Any) -> Any:
+        with implicit_replication():
+            return forward(*args, **kwargs)
+
+    model.forward = accepting

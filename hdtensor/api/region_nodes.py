@@ -1,0 +1,252 @@
+"""Autograd nodes of regions: at their border, around a recorded pass, and in place of a skipped module."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hdtensor._torch_compat import new_wrapper
+from hdtensor.api.points import Points, raw_apply
+from hdtensor.api.shapes import ShapeRule
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.generate import empty_like_local
+from hdtensor.ops.registry import events
+from hdtensor.ops.special.random import draw_key
+from hdtensor.tensor import HDTensor
+
+
+@dataclass(slots=True)
+class Layout:
+    """What is known of a module for one layout of its inputs."""
+
+    state: str = "new"
+    tries: int = 0
+    is_tuple: bool = False
+    requires_grad: bool = False
+    points: Points = field(default_factory=Points)
+    draws: int = 0
+    shapes: ShapeRule = field(default_factory=ShapeRule)
+    num_watched: int = 0
+    watched: dict[Any, BoundSpec] = field(default_factory=dict)
+    start_events: int = 0
+    backward_events: int = 0
+    sizes: dict[Any, tuple[BoundSpec | None, ...]] = field(default_factory=dict)
+
+
+class Watcher:
+    """Puts an identity node around a module's inputs, parameters and outputs that notes gradients' layouts."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.num_inputs = 0
+        layout.num_watched = 0
+
+    def input(self, x: HDTensor) -> HDTensor:
+        """Watch an input; its gradient inside the module only, not that of other uses."""
+        self.num_inputs += 1
+        return self._watch(x, ("i", self.num_inputs - 1), is_output=False)
+
+    def parameter(self, i: int, x: HDTensor) -> HDTensor:
+        """Watch a parameter."""
+        return self._watch(x, ("p", i), is_output=False)
+
+    def output(self, k: int, x: HDTensor) -> HDTensor:
+        """Watch an output: the module's backward begins there."""
+        return self._watch(x, ("o", k), is_output=True)
+
+    def _watch(self, x: HDTensor, slot: Any, *, is_output: bool) -> HDTensor:
+        if not (x.requires_grad and torch.is_grad_enabled()) or self.layout.state in (
+            "failed",
+            "pruned",
+        ):
+            return x
+        self.layout.num_watched += 1
+        return _Watch.apply(x, self.layout, slot, is_output)
+
+
+class _Watch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: HDTensor, layout: Layout, slot: Any, is_output: bool) -> HDTensor:
+        ctx.layout, ctx.slot, ctx.is_output = layout, slot, is_output
+        return new_wrapper(HDTensor, x._local_tensor.detach(), x._spec, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: HDTensor) -> tuple[HDTensor, None, None, None]:
+        layout = ctx.layout
+        if ctx.is_output:
+            layout.start_events, layout.backward_events = events[0], 0
+        layout.backward_events = max(layout.backward_events, events[0] - layout.start_events)
+        layout.watched[ctx.slot] = grad._spec
+        return grad, None, None, None
+
+
+class _EnterNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: HDTensor, grad_bound: BoundSpec) -> torch.Tensor:
+        ctx.bound = BoundSpec.of(
+            grad_bound.spec, x._spec.shape, x._spec.stride, x._spec.dtype, x._spec.top_sizes
+        )
+        return x._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[HDTensor, None]:
+        return new_wrapper(HDTensor, grad, ctx.bound, False), None
+
+
+class _LeaveNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plain: torch.Tensor, bound: BoundSpec, grad_bound: BoundSpec) -> HDTensor:
+        ctx.spec = grad_bound.spec
+        return new_wrapper(HDTensor, plain.detach(), bound, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: HDTensor) -> tuple[torch.Tensor, None, None]:
+        if grad._spec.spec is not ctx.spec:
+            grad = torch.ops.hdtensor.redistribute(grad, ctx.spec.id, grad.top_sizes)
+        return grad._local_tensor, None, None
+
+
+class _SkipNode(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, outs: tuple[BoundSpec, ...], empty: torch.Tensor, anchor: Any, *inputs: HDTensor
+    ) -> Any:
+        ctx.empty = empty
+        ctx.bounds = [x._spec for x in inputs]
+        if len(outs) == 1:
+            return new_wrapper(HDTensor, empty, outs[0], False)
+        return tuple(new_wrapper(HDTensor, empty, bound, False) for bound in outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        needed, empty = ctx.needs_input_grad, ctx.empty
+        given = [
+            new_wrapper(HDTensor, empty, bound, False) if needed[i + 3] else None
+            for i, bound in enumerate(ctx.bounds)
+        ]
+        return (None, None, None, *given)
+
+
+_enter = raw_apply(_EnterNode)
+
+
+_leave_node = raw_apply(_LeaveNode)
+
+
+_skip_node = raw_apply(_SkipNode)
+
+
+class Enter:
+    """Takes inputs from ``HDTensor``s to plain tensors, with a node where a gradient flows."""
+
+    __slots__ = ("layout", "position")
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.position = -1
+
+    def __call__(self, x: HDTensor) -> torch.Tensor:
+        self.position += 1
+        if not x.requires_grad:
+            return x._local_tensor
+        return _enter(x, self.layout.watched["i", self.position])
+
+
+def local_of(x: HDTensor) -> torch.Tensor:
+    """Return the local tensor, outside autograd."""
+    return x._local_tensor
+
+
+def leave(plain: torch.Tensor, bound: Any, grad_bound: BoundSpec | None) -> HDTensor:
+    """Wrap a plain result again, with a node where a gradient flows."""
+    if grad_bound is not None and plain.requires_grad:
+        return _leave_node(plain, bound, grad_bound)
+    return new_wrapper(HDTensor, plain, bound, False)
+
+
+def skip(layout: Layout, inputs: list[HDTensor], outs: tuple[BoundSpec | None, ...]) -> Any:
+    """Stand in for a module that this rank holds no part of."""
+    for _ in range(layout.draws):
+        draw_key()
+    first = inputs[0]._local_tensor
+    empty = empty_like_local(first.dtype, first.device)
+    anchor = None
+    if layout.requires_grad and not any(x.requires_grad for x in inputs):
+        anchor = _anchor()  # only the parameters require grad, and they are no inputs
+    if layout.is_tuple:
+        made = iter(
+            _as_tuple(_skip_node(tuple([o for o in outs if o is not None]), empty, anchor, *inputs))
+        )
+        return tuple(None if o is None else next(made) for o in outs)
+    return _skip_node(outs, empty, anchor, *inputs)
+
+
+@functools.cache
+def _anchor() -> torch.Tensor:
+    """A leaf that makes a node require grad; it never receives one."""
+    return torch.empty(0, requires_grad=True)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def key_of(value: Any, inputs: list[HDTensor]) -> Any:
+    """Return an argument's part of a layout's key; collect the ``HDTensor``s.
+
+    Sizes are left out of ``HDTensor``s; other tensors count by type and number of dims, constants by value.
+    """
+    kind = type(value)
+    if kind is HDTensor:
+        inputs.append(value)
+        return (value._spec.spec, len(value._spec.shape), value._spec.dtype, value.requires_grad)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is tuple or kind is list:
+        return (kind, *[key_of(v, inputs) for v in value])
+    if kind is dict:
+        return tuple([(k, key_of(v, inputs)) for k, v in value.items()])
+    if isinstance(value, torch.Tensor):
+        return (
+            kind,
+            value.ndim,
+            value.dtype,
+            value.requires_grad,
+            tuple(n == 1 for n in value.shape),
+        )
+    if isinstance(value, torch.dtype | torch.device | slice):
+        return str(value)
+    return [value]  # unhashable on purpose: an object that may change or be changed
+
+
+def replace_tensors(value: Any, change: Any) -> Any:
+    """Return the arguments with ``change(x)`` for every ``HDTensor``."""
+    kind = type(value)
+    if kind is HDTensor:
+        return change(value)
+    if kind is tuple or kind is list:
+        return kind([replace_tensors(v, change) for v in value])
+    if kind is dict:
+        return {k: replace_tensors(v, change) for k, v in value.items()}
+    return value
+
+
+def is_close(plain: Any, result: Any) -> bool:
+    """Return whether a plain run's result is the local part of the op-by-op result."""
+    if not isinstance(result, HDTensor):
+        return plain is None and result is None
+    local = result._local_tensor
+    if (
+        not isinstance(plain, torch.Tensor)
+        or plain.shape != local.shape
+        or plain.dtype != local.dtype
+    ):
+        return False
+    try:
+        torch.testing.assert_close(plain, local, equal_nan=True)
+    except AssertionError:
+        return False
+    return True

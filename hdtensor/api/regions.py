@@ -1,0 +1,417 @@
+"""Modules that run as a whole: skipped where this rank holds no part, on plain tensors where it does.
+
+Dispatching op by op costs microseconds an operator. Two cases need not:
+
+* On a rank outside the module's subgroups the whole module is **one** autograd node, whatever its size.
+* Where a recorded pass showed that nothing but local work happens inside (no conversion, no operator with a special rule),
+  the module runs on the rank's **plain local tensors** with autograd inside, and its result is wrapped again. The
+  redistribute points of the plan keep their place inside (``points``).
+
+For each layout of its inputs a module goes through states:
+
+==========  ==========================================================================  =======================
+state       what a call does                                                            next
+==========  ==========================================================================  =======================
+new         op by op; forward and backward are watched                                  recorded, pruned, failed
+recorded    op by op, and beside it on plain tensors, without autograd and without      running, failed
+            communication: the outputs must be equal
+running     on plain tensors                                                            failed
+pruned      one autograd node                                                           failed
+failed      op by op; the module's children are tried instead
+==========  ==========================================================================  =======================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hdtensor._torch_compat import new_wrapper
+from hdtensor.api import points
+from hdtensor.api.gradients import GradientSync
+from hdtensor.api.points import Points
+from hdtensor.api.region_nodes import (
+    Enter,
+    Layout,
+    Watcher,
+    is_close,
+    key_of,
+    leave,
+    local_of,
+    replace_tensors,
+    skip,
+)
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.registry import events, moves
+from hdtensor.ops.special.random import num_draws
+from hdtensor.plan import ModelDescription
+from hdtensor.tensor import HDTensor
+
+
+_log = logging.getLogger(__name__)
+
+
+#: Layouts a region remembers, and exact sizes over all of them; past it a table starts anew.
+MAX_LAYOUTS = 256
+
+
+MAX_SIZES = 4096
+
+
+#: How often a pass whose backward left a gradient out is recorded again before the module counts as failed.
+_MAX_TRIES = 3
+
+
+#: Set while a module is recorded or checked: the regions inside it stay out of the way.
+_suspended = [False]
+
+
+def install(model: nn.Module, description: ModelDescription, sync: GradientSync) -> list[Region]:
+    """Make regions of a model's layers, of their children, and of the other modules with parameters.
+
+    Args:
+        model: Its parameters are ``HDTensor``s already.
+        description: Tells which modules are layers.
+        sync: Is told of gradients that plain passes accumulate.
+    """
+    layers = {name for names in description.layer_modules.values() for name in names}
+    chosen = []
+    for name, module in model.named_modules():
+        if not name or not any(True for _ in module.parameters()):
+            continue
+        parent = name.rpartition(".")[0]
+        is_inside = any(name.startswith(f"{layer}.") for layer in layers)
+        holds_layers = any(layer.startswith(f"{name}.") for layer in layers)
+        if name in layers or parent in layers or not (is_inside or holds_layers):
+            chosen.append(module)
+    return [Region(module, sync) for module in chosen]
+
+
+class Region:
+    """One module, its parameters as plain leaves, and what is known of it by layout.
+
+    It stands in for the module's ``forward``, so that hooks on the module itself run around it.
+    """
+
+    def __init__(self, module: nn.Module, sync: GradientSync) -> None:
+        self.module = module
+        self.forward = module.forward
+        self.sync = sync
+        self.layouts: dict[Any, Layout] = {}
+        self.leaves: list[_Leaf] | None = None
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module in the best way known for these inputs."""
+        if _suspended[0] or torch.compiler.is_compiling():
+            return self.forward(*args, **kwargs)
+        inputs: list[HDTensor] = []
+        key = (
+            self.module.training,
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cuda"),
+            key_of(args, inputs),
+            key_of(kwargs, inputs) if kwargs else None,
+        )
+        if not inputs:
+            return self.forward(*args, **kwargs)
+        try:
+            layout = self.layouts.get(key)
+        except TypeError:  # an argument that is no tensor and no constant, such as a cache
+            return self.forward(*args, **kwargs)
+        if layout is None:
+            layout = self._new_layout(key)
+        if layout.state == "running" or layout.state == "pruned":
+            outs = layout.sizes.get(tuple([x._spec for x in inputs]))
+            if outs is None:
+                outs = self._derive(layout, inputs)
+            if outs is not None:
+                if layout.state == "pruned":
+                    return skip(layout, inputs, outs)
+                return self._run(layout, args, kwargs, outs)
+        return self._learn(layout, args, kwargs, inputs)
+
+    # -- the slow states --------------------------------------------------------------------------------------
+
+    def _new_layout(self, key: Any) -> Layout:
+        if len(self.layouts) >= MAX_LAYOUTS:
+            self.layouts.clear()
+        layout = self.layouts[key] = Layout()
+        if _has_hooks(self.module):
+            layout.state = "failed"
+        return layout
+
+    def _learn(self, layout: Layout, args: Any, kwargs: Any, inputs: list[HDTensor]) -> Any:
+        """Take a call that cannot run as a whole yet, op by op."""
+        if layout.state == "new" and layout.tries and self._is_recorded(layout):
+            layout.state = "recorded"
+        match layout.state:
+            case "new":
+                return self._record(layout, args, kwargs, inputs)
+            case "recorded":
+                return self._check(layout, args, kwargs, inputs)
+            case "running" | "pruned":  # sizes whose outcome cannot be derived yet
+                with _op_by_op():
+                    result = self.forward(*args, **kwargs)
+                self._observe(layout, inputs, result)
+                return result
+        return self.forward(*args, **kwargs)
+
+    def _record(self, layout: Layout, args: Any, kwargs: Any, inputs: list[HDTensor]) -> Any:
+        layout.tries += 1
+        layout.points, layout.watched = Points(), {}
+        before = (events[0], moves[0], num_draws[0])
+        watch = Watcher(layout)
+        watched_args, watched_kwargs = (
+            replace_tensors(args, watch.input),
+            replace_tensors(kwargs, watch.input),
+        )
+        points.recording.append(layout.points)
+        try:
+            with _op_by_op(), self._parameters_as(watch.parameter):
+                result = self.forward(*watched_args, **watched_kwargs)
+        finally:
+            points.recording.pop()
+        layout.draws = num_draws[0] - before[2]
+        outs = result if isinstance(result, tuple) else (result,)
+        layout.is_tuple = isinstance(result, tuple)
+        layout.requires_grad = any(isinstance(o, HDTensor) and o.requires_grad for o in outs)
+        if not all(o is None or isinstance(o, HDTensor) for o in outs):
+            layout.state = "failed"
+        elif not inputs[0].is_local and not any(p.is_local for p in self._parameters()):
+            layout.state = "pruned" if moves[0] == before[1] else "failed"
+        elif events[0] - before[0] != layout.points.num_redistributes or layout.draws:
+            layout.state = "failed"
+        self._observe(layout, inputs, result)
+        outs = tuple(
+            watch.output(k, o) if isinstance(o, HDTensor) else o for k, o in enumerate(outs)
+        )
+        return outs if layout.is_tuple else outs[0]
+
+    def _is_recorded(self, layout: Layout) -> bool:
+        """Whether the recorded pass's backward told every gradient's layout; decide on what it showed."""
+        if layout.num_watched > len(layout.watched):
+            if layout.tries >= _MAX_TRIES:
+                layout.state = "failed"
+            return False
+        if layout.num_watched and layout.backward_events != layout.points.num_redistributes:
+            layout.state = "failed"
+            return False
+        return True
+
+    def _check(self, layout: Layout, args: Any, kwargs: Any, inputs: list[HDTensor]) -> Any:
+        recorded, seen = layout.points, Points()
+        points.recording.append(seen)
+        try:
+            with _op_by_op():
+                result = self.forward(*args, **kwargs)
+        finally:
+            points.recording.pop()
+        self._observe(layout, inputs, result)
+        recorded.results = seen.results
+        layout.state = "running" if self._is_same(layout, args, kwargs, result) else "failed"
+        recorded.results = []
+        if layout.state == "failed":
+            _log.debug("%s stays op by op", type(self.module).__name__)
+        return result
+
+    def _is_same(self, layout: Layout, args: Any, kwargs: Any, result: Any) -> bool:
+        """Run on plain tensors without autograd; compare the local results."""
+        leaves = self._plain_leaves()
+        if any(not leaf.accepts(layout.watched.get(("p", i))) for i, leaf in enumerate(leaves)):
+            return False
+        layout.points.is_checking, layout.points.position = True, 0
+        points.running.append(layout.points)
+        try:
+            with torch.no_grad(), self._swapped(leaves):
+                plain = self.forward(
+                    *replace_tensors(args, local_of), **replace_tensors(kwargs, local_of)
+                )
+        except Exception as error:  # any failure on plain tensors only means: not as a whole
+            _log.debug("%s cannot run on plain tensors: %s", type(self.module).__name__, error)
+            return False
+        finally:
+            points.running.pop()
+            layout.points.is_checking = False
+        mine = plain if isinstance(plain, tuple) else (plain,)
+        theirs = result if isinstance(result, tuple) else (result,)
+        return len(mine) == len(theirs) and all(map(is_close, mine, theirs))
+
+    # -- sizes ----------------------------------------------------------------------------------------------------
+
+    def _observe(self, layout: Layout, inputs: list[HDTensor], result: Any) -> None:
+        outs = result if isinstance(result, tuple) else (result,)
+        bounds = tuple(o._spec if isinstance(o, HDTensor) else None for o in outs)
+        layout.shapes.observe([x._spec for x in inputs], bounds)
+        self._remember(layout, inputs, bounds)
+
+    def _derive(
+        self, layout: Layout, inputs: list[HDTensor]
+    ) -> tuple[BoundSpec | None, ...] | None:
+        outs = layout.shapes.derive([x._spec for x in inputs])
+        if outs is not None:
+            self._remember(layout, inputs, outs)
+        return outs
+
+    def _remember(self, layout: Layout, inputs: list[HDTensor], outs: Any) -> None:
+        if len(layout.sizes) >= MAX_SIZES:
+            layout.sizes.clear()
+        layout.sizes[tuple([x._spec for x in inputs])] = outs
+
+    # -- the running state ----------------------------------------------------------------------------------------
+
+    def _run(
+        self, layout: Layout, args: Any, kwargs: Any, outs: tuple[BoundSpec | None, ...]
+    ) -> Any:
+        """Run on plain local tensors and wrap the results."""
+        leaves = self.leaves
+        assert leaves is not None, "a running region has its leaves"
+        enter = Enter(layout) if torch.is_grad_enabled() else local_of
+        plain_args = replace_tensors(args, enter)
+        plain_kwargs = replace_tensors(kwargs, enter) if kwargs else kwargs
+        layout.points.position = 0
+        points.running.append(layout.points)
+        for leaf in leaves:
+            leaf.put()
+        try:
+            plain = self.forward(*plain_args, **plain_kwargs)
+        finally:
+            points.running.pop()
+            for leaf in leaves:
+                leaf.take()
+        if not layout.is_tuple:
+            return leave(plain, outs[0], layout.watched.get(("o", 0)))
+        return tuple(
+            None if o is None else leave(o, outs[k], layout.watched.get(("o", k)))
+            for k, o in enumerate(plain)
+        )
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> list[HDTensor]:
+        return list(self.module.parameters())  # type: ignore[arg-type]
+
+    def _slots(self) -> dict[int, list[tuple[dict[str, Any], str]]]:
+        slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for module in self.module.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    slots.setdefault(id(parameter), []).append((module._parameters, key))
+        return slots
+
+    @contextlib.contextmanager
+    def _parameters_as(self, change: Any) -> Iterator[None]:
+        """Put ``change(i, parameter)`` in the parameters' places."""
+        slots = self._slots()
+        originals = self._parameters()
+        for i, parameter in enumerate(originals):
+            new = change(i, parameter)
+            for home, key in slots[id(parameter)]:
+                home[key] = new
+        try:
+            yield
+        finally:
+            for parameter in originals:
+                for home, key in slots[id(parameter)]:
+                    home[key] = parameter
+
+    def _plain_leaves(self) -> list[_Leaf]:
+        if self.leaves is None:
+            slots = self._slots()
+            self.leaves = [_Leaf(p, slots[id(p)], self.sync) for p in self._parameters()]
+        return self.leaves
+
+    @contextlib.contextmanager
+    def _swapped(self, leaves: list[_Leaf]) -> Iterator[None]:
+        for leaf in leaves:
+            leaf.put()
+        try:
+            yield
+        finally:
+            for leaf in leaves:
+                leaf.take()
+
+
+class _Leaf:
+    """A parameter's local tensor as a plain autograd leaf of the same storage."""
+
+    __slots__ = ("grad_bound", "parameter", "plain", "slots", "sync")
+
+    def __init__(
+        self, parameter: HDTensor, slots: list[tuple[dict[str, Any], str]], sync: GradientSync
+    ) -> None:
+        self.parameter = parameter
+        self.slots = slots
+        self.sync = sync
+        self.grad_bound: BoundSpec | None = None
+        self.plain = self._make()
+
+    def _make(self) -> torch.Tensor:
+        plain = self.parameter._local_tensor.detach()
+        if self.parameter.requires_grad:
+            plain.requires_grad_()
+            plain.register_post_accumulate_grad_hook(self._bring_home)
+        return plain
+
+    def accepts(self, bound: BoundSpec | None) -> bool:
+        """Whether the gradient comes in the layout that other layouts of the inputs gave."""
+        if bound is None:
+            return True
+        if self.grad_bound is None:
+            self.grad_bound = bound
+        return self.grad_bound is bound
+
+    def put(self) -> None:
+        """Stand in for the parameter, with its present values and ``requires_grad``."""
+        parameter, plain = self.parameter, self.plain
+        local = parameter._local_tensor
+        if plain.data_ptr() != local.data_ptr() or plain.requires_grad != parameter.requires_grad:
+            plain = self.plain = self._make()
+        for home, key in self.slots:
+            home[key] = plain
+
+    def take(self) -> None:
+        """Give the parameter its place back."""
+        for home, key in self.slots:
+            home[key] = self.parameter
+
+    def _bring_home(self, plain: torch.Tensor) -> None:
+        grad, plain.grad = plain.grad, None
+        new = new_wrapper(HDTensor, grad, self.grad_bound, False)
+        parameter = self.parameter
+        parameter.grad = new if parameter.grad is None else parameter.grad + new
+        self.sync.note(parameter)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether user hooks inside the module would see plain tensors."""
+    from hdtensor.api.parallelize import is_own_hook  # noqa: PLC0415 - parallelize installs regions
+
+    for inner in module.modules():
+        if inner is module:
+            continue
+        tables: list[Mapping[int, Any]] = [
+            inner._forward_hooks,
+            inner._forward_pre_hooks,
+            inner._backward_hooks,
+            inner._backward_pre_hooks,
+        ]
+        if any(not is_own_hook(hook) for table in tables for hook in table.values()):
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _op_by_op() -> Iterator[None]:
+    before = _suspended[0]
+    _suspended[0] = True
+    try:
+        yield
+    finally:
+        _suspended[0] = before

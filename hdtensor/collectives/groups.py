@@ -1,0 +1,206 @@
+"""The only creator of process groups and device meshes.
+
+``new_group`` needs every rank of the world, and a rank that holds no part of a tensor never arrives at
+a group made on demand. So groups are enumerated purely, created by all ranks in one sorted order
+(``ensure_groups``), and only looked up afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hdtensor._rank import is_played
+from hdtensor.errors import DisagreementError, GroupError
+
+
+if TYPE_CHECKING:
+    from hdtensor.placements import Subgroup
+
+Ranks = tuple[int, ...]
+
+
+class _Cache:
+    """Groups and meshes of one default process group; dropped with it."""
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self.world = world
+        self.all_ranks: Ranks = tuple(range(world.size()))
+        self.known: set[Ranks] = {self.all_ranks}
+        self.groups: dict[Ranks, dist.ProcessGroup] = {self.all_ranks: world}
+        self.meshes: dict[tuple[Ranks, Ranks], DeviceMesh] = {}
+
+
+_current: _Cache | None = None
+
+
+def ensure_groups(rank_sets: Iterable[Sequence[int]], subgroups: Iterable[Subgroup] = ()) -> None:
+    """Create the missing groups, and the groups of the subgroups' mesh axes.
+
+    Collective: every rank of the world calls it with the same arguments, also ranks in none of the
+    groups. Without anything missing it returns at once. Groups are made in sorted order; a set that
+    is the whole world in order is the default group and costs nothing.
+
+    Args:
+        rank_sets: Global ranks of each group. A group's own order is the order given.
+        subgroups: Their mesh axes' lines are added to ``rank_sets``.
+
+    Raises:
+        GroupError: Inside ``as_rank``, without a default process group, or on ranks beyond the world.
+        DisagreementError: On every rank, if the ranks do not miss the same groups.
+    """
+    wanted = {tuple(ranks) for ranks in rank_sets}
+    for subgroup in subgroups:
+        wanted.update(mesh_lines(subgroup.ranks, subgroup.mesh_shape))
+    if _current is not None and _current.world is dist.group.WORLD and wanted <= _current.known:
+        return
+    cache = _cache("create groups")
+    missing = sorted(wanted - cache.known)
+    if not missing:
+        return
+    size = len(cache.all_ranks)
+    beyond = [ranks for ranks in missing if max(ranks) >= size]
+    if beyond:
+        raise GroupError(
+            f"ranks {list(beyond[0])} reach beyond the world, which has ranks 0 to {size - 1}. "
+            f"Start more processes, or use a plan for {size} of them."
+        )
+    _check_agreement(missing)
+    for ranks in missing:
+        in_order = list(ranks) == sorted(ranks)
+        group = dist.new_group(list(ranks), sort_ranks=in_order)
+        if dist.get_rank() in ranks:
+            cache.groups[ranks] = group
+        cache.known.add(ranks)
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return the group of these ranks; this process must be one of them.
+
+    Raises:
+        GroupError: If ``ensure_groups`` has not created it, or inside ``as_rank``.
+    """
+    key = tuple(ranks)
+    cache = _current
+    if cache is None or cache.world is not dist.group.WORLD or is_played():
+        cache = _cache(f"communicate over ranks {list(key)}")
+    group = cache.groups.get(key)
+    if group is None:
+        raise GroupError(_missing_text(key, known=key in cache.known))
+    return group
+
+
+def mesh_of(subgroup: Subgroup) -> DeviceMesh:
+    """Return the device mesh of a subgroup, made from the groups of its axes.
+
+    On ranks outside the subgroup the mesh has no groups, and its coordinate is None.
+
+    Raises:
+        GroupError: If ``ensure_groups`` has not created the groups, or inside ``as_rank``.
+    """
+    key = (subgroup.ranks, subgroup.mesh_shape)
+    cache = _cache(f"make a mesh of ranks {list(subgroup.ranks)}")
+    mesh = cache.meshes.get(key)
+    if mesh is None:
+        mesh = cache.meshes[key] = _make_mesh(cache, *key)
+    return mesh
+
+
+def num_communicators() -> int:
+    """Return how many groups of two or more ranks exist besides the default one."""
+    if _current is None or _current.world is not dist.group.WORLD:
+        return 0
+    return sum(len(ranks) > 1 for ranks in _current.known - {_current.all_ranks})
+
+
+def mesh_lines(
+    ranks: Sequence[int], mesh_shape: Sequence[int], axis: int | None = None
+) -> list[Ranks]:
+    """Return the ranks along each mesh axis: what an axis's collectives run over.
+
+    >>> mesh_lines((4, 5, 6, 7), (2, 2))
+    [(4, 6), (5, 7), (4, 5), (6, 7)]
+
+    Args:
+        ranks: Global ranks, row-major over ``mesh_shape``.
+        mesh_shape: Sizes of the mesh axes.
+        axis: Only this axis's lines; default all axes', first axis first.
+    """
+    grid = torch.tensor(tuple(ranks)).reshape(tuple(mesh_shape))
+    axes = range(len(mesh_shape)) if axis is None else [axis]
+    return [
+        tuple(line)
+        for a in axes
+        for line in grid.movedim(a, -1).reshape(-1, mesh_shape[a]).tolist()
+    ]
+
+
+def _cache(action: str) -> _Cache:
+    global _current
+    if is_played():
+        raise GroupError(
+            f"cannot {action} inside as_rank: one process only plays a rank there. "
+            f"Use simulate(plan, shards) to run all ranks in one process."
+        )
+    if not dist.is_initialized():
+        raise GroupError(
+            f"cannot {action} without a default process group. Start the program with torchrun and "
+            f"call torch.distributed.init_process_group first."
+        )
+    world = dist.group.WORLD
+    assert world is not None, "an initialized torch.distributed has a default group"
+    if _current is None or _current.world is not world:
+        _current = _Cache(world)
+    return _current
+
+
+def _make_mesh(cache: _Cache, ranks: Ranks, mesh_shape: Ranks) -> DeviceMesh:
+    grid = torch.tensor(ranks, dtype=torch.int).reshape(mesh_shape)
+    names = tuple(f"axis{a}" for a in range(len(mesh_shape)))
+    rank = dist.get_rank()
+    if rank not in ranks:
+        return DeviceMesh(_device_type(), grid, mesh_dim_names=names, _init_backend=False)
+    groups = []
+    for axis in range(len(mesh_shape)):
+        (line,) = [line for line in mesh_lines(ranks, mesh_shape, axis) if rank in line]
+        if line not in cache.groups:
+            raise GroupError(_missing_text(line, known=False))
+        groups.append(cache.groups[line])
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], _device_type(), mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, _device_type(), mesh=grid, mesh_dim_names=names)
+
+
+def _device_type() -> str:
+    return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+
+
+def _check_agreement(missing: list[Ranks]) -> None:
+    """Raise on every rank unless all ranks are about to create the same groups."""
+    digest = hashlib.sha256(repr(missing).encode()).digest()[:8]
+    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_device_type())
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    if any(other.item() != mine.item() for other in everyone):
+        first = ", ".join(str(list(ranks)) for ranks in itertools.islice(missing, 4))
+        raise DisagreementError(
+            f"the ranks do not ask for the same process groups; rank {dist.get_rank()} misses "
+            f"{len(missing)}: {first}{', ...' if len(missing) > 4 else ''}. Every rank must "
+            f"distribute and redistribute the same tensors, with the same specs, in the same order."
+        )
+
+
+def _missing_text(ranks: Ranks, *, known: bool) -> str:
+    if known:
+        return f"rank {dist.get_rank()} is not in the group of ranks {list(ranks)}."
+    return (
+        f"there is no process group for ranks {list(ranks)}. Groups are created by all ranks "
+        f"together: call ensure_groups on every rank beforehand (distribute_tensor, redistribute "
+        f"and parallelize do)."
+    )

@@ -1,0 +1,37 @@
+"""The exception types of hdtensor, and nothing else.
+
+Every message says what came, what is allowed, and what to do next. Each type also derives from the
+built-in that PyTorch raises in the like situation, so that existing handlers keep working.
+"""
+
+
+class HDTensorError(Exception):
+    """Base of every error that hdtensor raises on purpose."""
+
+
+class SpecError(HDTensorError, ValueError):
+    """A sharding specification is malformed, or does not fit the tensor it is applied to."""
+
+
+class PlanError(HDTensorError, ValueError):
+    """An annotation plan is malformed, or does not fit the model or the world."""
+
+
+class DeductionError(HDTensorError, RuntimeError):
+    """An operator cannot run on operands that are laid out like this."""
+
+
+class RedistributeError(HDTensorError, RuntimeError):
+    """A tensor cannot be brought from one spec to another."""
+
+
+class NonLocalError(HDTensorError, RuntimeError):
+    """A value was read on a rank that holds no part of it."""
+
+
+class GroupError(HDTensorError, RuntimeError):
+    """A process group is needed that was not created on every rank beforehand."""
+
+
+class DisagreementError(HDTensorError, RuntimeError):
+    """Ranks called one collective function with arguments that do not fit together."""

@@ -1,0 +1,194 @@
+"""``Binding``: a decision applied to exact sizes, for this rank: results, local conversions, rewritten arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from hdtensor._torch_compat import (
+    TensorMeta,
+    observe_conversion,
+)
+from hdtensor.errors import DeductionError
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.calls import SHAPE_ARGS, STRIDE_ARGS, Call, as_list, converted, out_top_sizes
+from hdtensor.ops.deduce import Decision
+from hdtensor.ops.propagate import Path
+from hdtensor.ops.registry import events
+from hdtensor.redistribute.execute import make_converter
+
+
+class Binding:
+    """A decision applied to exact sizes, for this rank."""
+
+    def __init__(self, call: Call, decision: Decision, metas: Any) -> None:
+        self.call = call
+        self.decision = decision
+        self.metas = as_list(metas)
+        self.is_list = isinstance(metas, list)
+        self.is_multi = isinstance(metas, list) or (
+            isinstance(metas, tuple) and not isinstance(metas, TensorMeta)
+        )
+        self.index = next(iter(call.specs.values())).index
+        self.after_top = call
+        for path, top in decision.top_inputs.items():
+            bound = converted(self.after_top, path, top)
+            self.after_top = self.after_top.with_spec(path, bound)
+        self.outs = [self._out(k, spec) for k, spec in enumerate(decision.outs)]
+        self.mutated = mutated_argument(call.func)
+        self._check_mutated()
+        self.conversions: dict[Path, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self.literals: dict[int, Any] = {}
+        self.op: Any = call.func
+        if self.index is not None:
+            self._bind_local(self.index)
+
+    def _out(self, k: int, spec: Any) -> BoundSpec | None:
+        meta = self.metas[k] if k < len(self.metas) else None
+        if spec is None or not isinstance(meta, TensorMeta):
+            return None
+        sizes = None
+        if isinstance(spec.top, Shard):
+            if self.decision.top_sizes is not None:
+                sizes = self.decision.top_sizes[k]
+            elif self.decision.out_sizes_from is not None:
+                sizes = out_top_sizes(
+                    self.after_top, self.decision.out_sizes_from, spec.top, meta.shape
+                )
+        return BoundSpec.of(spec, meta.shape, meta.stride, meta.dtype, sizes)
+
+    def _check_mutated(self) -> None:
+        if self.mutated is None:
+            return
+        path = (self.mutated,)
+        own = self.call.specs.get(path)
+        out = self.outs[0] if self.outs else None
+        if own is None:
+            raise DeductionError(
+                f"{self.call.func} writes to a plain tensor from distributed operands; write to an "
+                f"HDTensor, or use hdtensor.full_tensor() on the operands."
+            )
+        name = self.call.name_of(path)
+        changes = path in self.decision.top_inputs or any(
+            path in inputs for inputs in self.decision.bottom_inputs
+        )
+        if changes or (
+            out is not None and (out.spec.top != own.spec.top or _bottoms(out) != _bottoms(own))
+        ):
+            raise DeductionError(
+                f"{self.call.func}: writing in place would change the layout of {name!r} from {own} to "
+                f"{out or 'another'}. Use the out-of-place operator, or redistribute {name!r} first."
+            )
+
+    def _bind_local(self, index: int) -> None:
+        decision = self.decision
+        self.op = decision.ops[index]
+        self.literals = dict(decision.literals[index])
+        position = SHAPE_ARGS.get(self.call.func)
+        if position is not None and self.outs[0] is not None:
+            self.literals[position] = list(self.outs[0].local_shape())
+            stride_position = STRIDE_ARGS.get(self.call.func)
+            if stride_position is not None:
+                self.literals[stride_position] = _local_stride(self.outs[0])
+        for path in {**decision.top_inputs, **decision.bottom_inputs[index]}:
+            self.conversions[path] = self._conversion(path, index)
+
+    def _conversion(self, path: Path, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        before, after = self.call.specs[path], self.after_top.specs[path]
+        steps: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        if path in self.decision.top_inputs:
+            steps += _top_steps(before, after, index)
+        wanted = self.decision.bottom_inputs[index].get(path)
+        if wanted is not None:
+            steps.append(_bottom_step(after, wanted, index))
+        return functools.partial(_apply_all, tuple(steps)) if len(steps) != 1 else steps[0]
+
+
+def _bottoms(bound: BoundSpec) -> list[Any]:
+    return [g.placements for g in bound.spec.subgroups]
+
+
+def _local_stride(bound: BoundSpec) -> list[int]:
+    """Return local strides in the order of the global ones."""
+    shape = bound.local_shape()
+    order = sorted(range(len(shape)), key=lambda d: -bound.stride[d])
+    strides = [0] * len(shape)
+    step = 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return strides
+
+
+def _apply_all(
+    steps: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor
+) -> torch.Tensor:
+    for step in steps:
+        x = step(x)
+    return x
+
+
+def _top_steps(
+    before: BoundSpec, after: BoundSpec, index: int
+) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """Local conversions from a top ``Replicate``: take my block, or keep the value in one subgroup."""
+    top = after.spec.top
+    if isinstance(top, Shard):
+        steps = []
+        wanted = after.spec.subgroups[index].placements
+        if wanted != before.spec.subgroups[index].placements:
+            steps.append(_bottom_step(before, wanted, index))
+        sizes = after.top_sizes or ()
+        first, length, dim = sum(sizes[:index]), sizes[index], top.dim
+        steps.append(lambda x: _block(x, dim, first, length))
+        return steps
+    assert isinstance(top, Partial), f"no free conversion to {top}"
+    neutral = {"sum": torch.zeros_like, "product": torch.ones_like}.get(top.reduce_op)
+    return [functools.partial(_term, neutral if index > 0 else None)]
+
+
+def _term(neutral: Any, x: torch.Tensor) -> torch.Tensor:
+    events[0] += 1
+    return x if neutral is None else neutral(x)
+
+
+def _block(x: torch.Tensor, dim: int, first: int, length: int) -> torch.Tensor:
+    events[0] += 1
+    return x.narrow(dim, first, length)
+
+
+def _bottom_step(
+    bound: BoundSpec, wanted: tuple[Placement, ...], index: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An implicit conversion inside the subgroup, as DTensor makes it."""
+    group = bound.spec.subgroups[index]
+    convert = make_converter(group, group.placements, wanted, bound.block_shape(index))
+    src = bound.sub(index)
+    dst = type(src)(src.mesh, wanted, src.tensor_meta)
+
+    def text() -> str:
+        return f"implicit redistribution inside {list(group.ranks)}: {bound} -> {wanted}"
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        events[0] += 1
+        observe_conversion(src, dst, text)
+        return convert(x)
+
+    return step
+
+
+@functools.lru_cache(maxsize=4096)
+def mutated_argument(func: Any) -> int | None:
+    """Return the position of the one argument that the operator writes to and returns, or None."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return None
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return None if argument.kwarg_only else i
+    return None

@@ -1,0 +1,231 @@
+"""``BoundSpec``: an ``HDSpec`` bound to one tensor's shape, strides and dtype, as one rank sees it.
+
+This is what an ``HDTensor`` carries and what the dispatch cache is keyed by. It is interned, so that a
+key compares by identity, and it answers the questions of deduction: the top tier's ``DTensorSpec``
+(one axis of subgroups) and each subgroup's (its own mesh, its block's shape).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Shard
+
+from hdtensor._rank import current_rank
+from hdtensor._torch_compat import DTensorSpec, TensorMeta, abstract_mesh
+from hdtensor.errors import SpecError
+from hdtensor.placements import checks
+from hdtensor.placements.layout import (
+    block_box,
+    check_top_sizes,
+    contiguous_stride,
+    local_shape,
+    normalize_dim,
+)
+from hdtensor.placements.spec import HDSpec, Subgroup
+
+
+#: Bound specs kept in the intern table; past it the table starts anew. Tensors keep their own.
+MAX_INTERNED = 32768
+
+
+class BoundSpec:
+    """Everything about one ``HDTensor`` but its values.
+
+    Attributes:
+        spec: How the tensor is cut; bottom dims are non-negative.
+        tensor_meta: Global (shape, stride, dtype); the C++ constructor of the wrapper reads it.
+        top_sizes: Exact extents of the blocks along a top ``Shard``'s dim, else None.
+        rank: Whose view this is.
+        index: The rank's subgroup, None where the rank is outside all of them.
+    """
+
+    __slots__ = (
+        "_subs",
+        "_top",
+        "dtype",
+        "index",
+        "rank",
+        "shape",
+        "spec",
+        "stride",
+        "tensor_meta",
+        "top_sizes",
+    )
+
+    spec: HDSpec
+    tensor_meta: TensorMeta
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    top_sizes: tuple[int, ...] | None
+    rank: int
+    index: int | None
+    _top: DTensorSpec | None
+    _subs: list[DTensorSpec | None]
+
+    _interned: dict[tuple[Any, ...], BoundSpec] = {}  # noqa: RUF012 - the intern table
+
+    def __init__(self) -> None:
+        raise TypeError("use BoundSpec.of(...): bound specs are interned.")
+
+    @classmethod
+    def of(
+        cls,
+        spec: HDSpec,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        top_sizes: tuple[int, ...] | None,
+    ) -> BoundSpec:
+        """Return the interned value; ``top_sizes`` must be exact (``check_top_sizes``)."""
+        rank = current_rank()
+        key = (spec, tuple(shape), tuple(stride), dtype, top_sizes, rank)
+        found = cls._interned.get(key)
+        if found is None:
+            if len(cls._interned) >= MAX_INTERNED:
+                cls._interned.clear()
+            found = cls._interned[key] = cls._build(spec, shape, stride, dtype, top_sizes, rank)
+        return found
+
+    @classmethod
+    def bind(
+        cls,
+        spec: HDSpec,
+        shape: Sequence[int],
+        stride: Sequence[int] | None,
+        dtype: torch.dtype,
+        top_sizes: Sequence[int] | None = None,
+    ) -> BoundSpec:
+        """Check a user's spec against a tensor and bind it.
+
+        Args:
+            spec: May have negative bottom dims.
+            shape: Global shape.
+            stride: Global strides in elements; None for contiguous.
+            dtype: Element type.
+            top_sizes: Exact top extents, or None for the spec's own cut.
+
+        Raises:
+            SpecError: If the spec names a dim that the tensor does not have, or the extents do not
+                add up.
+        """
+        spec = normalized(spec, len(shape))
+        sizes = check_top_sizes(spec, shape, top_sizes)
+        return cls.of(
+            spec, shape, contiguous_stride(shape) if stride is None else stride, dtype, sizes
+        )
+
+    @classmethod
+    def _build(cls, spec, shape, stride, dtype, top_sizes, rank) -> BoundSpec:
+        bound = object.__new__(cls)
+        bound.spec = spec
+        bound.tensor_meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+        bound.shape, bound.stride, bound.dtype = bound.tensor_meta
+        bound.top_sizes = top_sizes
+        bound.rank = rank
+        bound.index = spec.index_of(rank)
+        bound._top = None
+        bound._subs = [None] * spec.num_subgroups
+        return bound
+
+    def __copy__(self) -> BoundSpec:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundSpec:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BoundSpec.of, (self.spec, tuple(self.shape), self.stride, self.dtype, self.top_sizes)
+
+    def __repr__(self) -> str:
+        sizes = "" if self.top_sizes is None else f" top_sizes={self.top_sizes}"
+        return f"{tuple(self.shape)} {str(self.dtype)[6:]} {self.spec}{sizes}"
+
+    def with_spec(self, spec: HDSpec, top_sizes: tuple[int, ...] | None = None) -> BoundSpec:
+        """Return the same tensor cut otherwise; without ``top_sizes`` by the spec's own cut.
+
+        A spec with the same top placement keeps the extents.
+        """
+        if top_sizes is None:
+            if spec.top == self.spec.top and spec.num_subgroups == self.spec.num_subgroups:
+                top_sizes = self.top_sizes
+            else:
+                top_sizes = check_top_sizes(spec, self.shape, None)
+        return BoundSpec.of(spec, self.shape, self.stride, self.dtype, top_sizes)
+
+    def block_shape(self, index: int) -> tuple[int, ...]:
+        """Return the shape of subgroup ``index``'s block."""
+        return block_box(self.spec, tuple(self.shape), index, self.top_sizes).shape
+
+    def local_shape(self) -> tuple[int, ...]:
+        """Return the shape of this rank's local tensor, ``(0,)`` outside."""
+        return local_shape(self.spec, tuple(self.shape), self.top_sizes, self.rank)
+
+    def top(self) -> DTensorSpec:
+        """Return the top tier as a DTensor spec: one mesh axis of subgroups, the global shape."""
+        if self._top is None:
+            mesh = abstract_mesh((self.spec.num_subgroups,), 0)
+            self._top = DTensorSpec(mesh, (self.spec.top,), self.tensor_meta)
+        return self._top
+
+    def sub(self, index: int) -> DTensorSpec:
+        """Return subgroup ``index``'s tier as a DTensor spec: its mesh and its block's shape."""
+        found = self._subs[index]
+        if found is None:
+            group = self.spec.subgroups[index]
+            mesh = abstract_mesh(group.mesh_shape, self._position(group))
+            shape = self.block_shape(index)
+            meta = TensorMeta(torch.Size(shape), self.block_stride(index), self.dtype)
+            found = self._subs[index] = DTensorSpec(mesh, group.placements, meta)
+        return found
+
+    def block_stride(self, index: int) -> tuple[int, ...]:
+        """Return a block's strides: those above the cut dim shrink with the block."""
+        if self.top_sizes is None:
+            return self.stride
+        dim, size = self.spec.top.dim, self.top_sizes[index]  # type: ignore[attr-defined]
+        length = self.shape[dim]
+        if length in (0, size):
+            return self.stride
+        own = self.stride[dim]
+        return tuple(
+            step if d == dim or step < own * length else step * size // length
+            for d, step in enumerate(self.stride)
+        )
+
+    def _position(self, group: Subgroup) -> int:
+        return group.ranks.index(self.rank) if self.rank in group.ranks else 0
+
+
+def normalized(spec: HDSpec, num_dims: int) -> HDSpec:
+    """Return the spec with non-negative bottom dims.
+
+    Raises:
+        SpecError: If it names a dim that a tensor of ``num_dims`` dims does not have.
+    """
+    if isinstance(spec.top, Shard) and spec.top.dim >= num_dims:
+        raise SpecError(
+            f"the top {checks.placement_text(spec.top)} of {spec} needs dim {spec.top.dim}, but the "
+            f"tensor has {num_dims} dims."
+        )
+    changed = False
+    groups = []
+    for group in spec.subgroups:
+        placements = []
+        for placement in group.placements:
+            dim = normalize_dim(placement, num_dims)
+            if dim is not None and dim != placement.dim:  # type: ignore[attr-defined]
+                placement = _at_dim(placement, dim)
+                changed = True
+            placements.append(placement)
+        groups.append(group.with_placements(placements))
+    return spec.replace(subgroups=tuple(groups)) if changed else spec
+
+
+def _at_dim(placement: Any, dim: int) -> Any:
+    if checks.is_strided(placement):
+        return type(placement)(dim, split_factor=placement.split_factor)
+    return Shard(dim)

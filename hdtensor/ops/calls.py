@@ -1,0 +1,232 @@
+"""``Call``: one operator call as deduction sees it, what must hold of its operands, and the errors that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from hdtensor._torch_compat import TensorMeta
+from hdtensor.errors import DeductionError
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.propagate import (
+    Path,
+    map_operands,
+    operands,
+)
+from hdtensor.placements import checks
+from hdtensor.placements.spec import HDSpec, Subgroup
+
+
+aten = torch.ops.aten
+
+
+#: Views that regroup elements, whose cut dims ``views.py`` follows. Value: position of the shape.
+RESHAPES = {
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten.view_copy.default: 1,
+}
+
+
+#: Other operators with a global shape among their arguments, which becomes the block's or the rank's.
+SHAPE_ARGS = RESHAPES | {
+    aten.expand.default: 1,
+    aten.expand_copy.default: 1,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
+    aten.new_zeros.default: 1,
+    aten.new_empty.default: 1,
+    aten.new_ones.default: 1,
+    aten.new_full.default: 1,
+    aten.new_empty_strided.default: 1,
+}
+
+
+#: Strides among the arguments.
+STRIDE_ARGS = {aten.new_empty_strided.default: 2}
+
+
+@dataclass(slots=True)
+class Call:
+    """One operator call as deduction sees it: a ``BoundSpec`` for every tensor.
+
+    Attributes:
+        func: The operator.
+        args: Arguments; lists stay lists.
+        kwargs: Keyword arguments.
+        plain: Paths of operands that are plain tensors, taken as replicated.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    plain: frozenset[Path] = frozenset()
+    specs: dict[Path, BoundSpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.specs = {
+            path: value
+            for path, value in operands(self.args, self.kwargs)
+            if isinstance(value, BoundSpec)
+        }
+
+    @property
+    def subgroups(self) -> tuple[Subgroup, ...]:
+        """The first operand's subgroups."""
+        return next(iter(self.specs.values())).spec.subgroups
+
+    def name_of(self, path: Path) -> str:
+        """Return the operand's name in the operator's schema."""
+        head = path[0]
+        if isinstance(head, str):
+            return head
+        arguments = self.func._schema.arguments
+        name = arguments[head].name if head < len(arguments) else f"argument {head}"
+        return name if len(path) == 1 else f"{name}[{path[1]}]"
+
+    def with_spec(self, path: Path, bound: BoundSpec) -> Call:
+        """Return the call with another spec for one operand."""
+        args, kwargs = map_operands(lambda p, v: bound if p == path else v, self.args, self.kwargs)
+        return Call(self.func, args, kwargs, self.plain)
+
+    def tier(self, view: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with ``view(bound)`` for every tensor."""
+        return map_operands(
+            lambda _, v: view(v) if isinstance(v, BoundSpec) else v, self.args, self.kwargs
+        )
+
+
+def check_same_subgroups(call: Call) -> None:
+    """Raise unless all operands live on the same subgroups (paper Sec. 6.1).
+
+    Raises:
+        DeductionError: Naming both operands, their rank sets and the call to insert.
+    """
+    items = iter(call.specs.items())
+    first_path, first = next(items)
+    want = [(g.ranks, g.mesh_shape) for g in first.spec.subgroups]
+    for path, bound in items:
+        if bound.spec is first.spec:
+            continue
+        if [(g.ranks, g.mesh_shape) for g in bound.spec.subgroups] != want:
+            name = call.name_of(path)
+            raise DeductionError(
+                f"{call.func}: operand {call.name_of(first_path)!r} lives on "
+                f"{_rank_sets(first.spec)}, operand {name!r} on {_rank_sets(bound.spec)} "
+                f"({call.name_of(first_path)}: {first}; {name}: {bound}). Operators stay on one list "
+                f"of subgroups; bring one operand over: {name}.redistribute(spec), with a spec on "
+                f"{_rank_sets(first.spec)}."
+            )
+
+
+def check_same_cut(call: Call) -> None:
+    """Raise unless operands that the top tier cuts are cut in the same proportion.
+
+    DTensor cannot see this: extents are no part of its specs, and a block of 1 would broadcast.
+
+    Raises:
+        DeductionError: Naming both operands and their extents.
+    """
+    cut = [(p, b) for p, b in call.specs.items() if b.top_sizes is not None]
+    for path, bound in cut[1:]:
+        first_path, first = cut[0]
+        a, b = first.top_sizes, bound.top_sizes
+        if a == b or _proportional(a, b):  # type: ignore[arg-type]
+            continue
+        name = call.name_of(path)
+        raise DeductionError(
+            f"{call.func}: operand {call.name_of(first_path)!r} is cut {a} between subgroups, "
+            f"operand {name!r} {b}. Cut both alike: "
+            f"{name}.redistribute({str(bound.spec)!r}, top_sizes=...)."
+        )
+
+
+def _proportional(a: Sequence[int], b: Sequence[int]) -> bool:
+    total_a, total_b = sum(a), sum(b)
+    return all(x * total_b == y * total_a for x, y in zip(a, b, strict=True))
+
+
+def _rank_sets(spec: HDSpec) -> str:
+    return " + ".join(str(list(g.ranks)) for g in spec.subgroups)
+
+
+def as_list(metas: Any) -> list[Any]:
+    """Return output metas as a list: a ``TensorMeta`` is itself a tuple."""
+    if isinstance(metas, TensorMeta) or metas is None:
+        return [metas]
+    return list(metas)
+
+
+def needs_communication(call: Call, path: Path, wanted: Placement) -> DeductionError:
+    """Return the error for an operand that must move between subgroups, with the call to insert."""
+    bound, name = call.specs[path], call.name_of(path)
+    target = bound.spec.replace(top=wanted)
+    return DeductionError(
+        f"{call.func}: operand {name!r} ({bound}) must be {checks.placement_text(wanted)} at the top "
+        f"tier but is {checks.placement_text(bound.spec.top)}; that moves data between subgroups, "
+        f"which operators never do. Insert before it: "
+        f"{name} = {name}.redistribute({str(target)!r})."
+    )
+
+
+def refused(call: Call, tier: str, error: Exception) -> DeductionError:
+    """Return the error for a call that a tier's rule refused."""
+    listing = "; ".join(f"{call.name_of(p)}: {b}" for p, b in call.specs.items())
+    if isinstance(error, NotImplementedError):
+        return DeductionError(
+            f"{call.func} has no sharding rule at the {tier} tier ({listing}). Redistribute its operands "
+            f"to Replicate() at both tiers, or run it on local tensors. ({error})"
+        )
+    return DeductionError(f"{call.func}: refused at the {tier} tier ({listing}): {error}")
+
+
+def converted(call: Call, path: Path, top: Placement) -> BoundSpec:
+    """Return an operand's bound spec after a free conversion from top ``Replicate``."""
+    bound = call.specs[path]
+    if not isinstance(top, Shard):
+        return bound.with_spec(bound.spec.replace(top=top))
+    # A dim that the top tier cuts is not cut by the bottom tier before.
+    spec = bound.spec.map_bottom(lambda p: Replicate() if checks.shard_dim(p) == top.dim else p)
+    reference = _cut_alike(call, bound.shape[top.dim])
+    ratio = None if reference is None else reference.spec.top_ratio
+    sizes = None if reference is None else reference.top_sizes
+    return bound.with_spec(spec.replace(top=top, top_ratio=ratio), sizes)
+
+
+def _cut_alike(call: Call, length: int) -> BoundSpec | None:
+    for bound in call.specs.values():
+        if bound.top_sizes is not None and sum(bound.top_sizes) == length:
+            return bound
+    return None
+
+
+def sizes_from(call: Call) -> Path | None:
+    """Return the first operand that the top tier cuts: results follow its extents."""
+    return next((p for p, b in call.specs.items() if b.top_sizes is not None), None)
+
+
+def out_top_sizes(call: Call, path: Path, top: Placement, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return an output's exact top extents: the operand's, scaled to the output's length.
+
+    Raises:
+        DeductionError: If an extent is no whole number: the cut cannot be represented.
+    """
+    bound = call.specs[path]
+    sizes = bound.top_sizes or ()
+    total, length = sum(sizes), shape[top.dim]  # type: ignore[attr-defined]
+    if total == length:
+        return sizes
+    scaled = [divmod(size * length, total) if total else (0, length) for size in sizes]
+    if any(rest for _, rest in scaled):
+        raise DeductionError(
+            f"{call.func}: a cut {sizes} of operand {call.name_of(path)!r} is no cut of the result's "
+            f"dim {top.dim} of length {length} into whole rows. "  # type: ignore[attr-defined]
+            f"Redistribute it to a top Replicate() first."
+        )
+    return tuple(quotient for quotient, _ in scaled)

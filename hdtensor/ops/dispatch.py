@@ -1,0 +1,255 @@
+"""The hot path: from an operator call on ``HDTensor``s to its record.
+
+For each operator and number of arguments a *handler* is generated that builds the key of its record without a
+loop: bound specs by identity, static arguments by value, other numbers by type. A hit costs a dictionary look-up;
+a miss asks the special rules, then deduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hdtensor.errors import DeductionError
+from hdtensor.ops import foreach, record
+from hdtensor.ops.generate import compiled
+from hdtensor.ops.operand import make_call
+from hdtensor.ops.propagate import operands
+from hdtensor.ops.registry import (
+    LOCAL_SPECIAL,
+    SPECIAL,
+    accepts_plain,
+    events,
+    is_hdtensor,
+    set_dispatch,
+    tensor_type,
+)
+
+
+Handler = Callable[[tuple[Any, ...], dict[str, Any] | None], Any]
+
+#: Records kept over all operators; past it all are dropped and made anew from the cached decisions.
+MAX_RECORDS = 65536
+
+_handlers: dict[int, Handler] = {}
+_by_arity: dict[tuple[int, int], Handler] = {}
+_records: list[dict[Any, Any]] = []
+_num_records = [0]
+
+
+def dispatch(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """Run an operator on ``HDTensor``s: ``HDTensor.__torch_dispatch__``."""
+    handler = _handlers.get(id(func))
+    if handler is None:
+        handler = _handlers[id(func)] = _handler_of(func, len(args))
+    return handler(args, kwargs)
+
+
+def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return dispatch(func, (), args, kwargs)
+
+
+def clear_caches() -> None:
+    """Drop all records and decisions; the next call of each operator deduces anew."""
+    for table in _records:
+        table.clear()
+    _num_records[0] = 0
+    record._decisions.clear()
+
+
+def _handler_of(func: Any, arity: int) -> Handler:
+    found = _by_arity.get((id(func), arity))
+    if found is None:
+        found = _by_arity[(id(func), arity)] = _generate_handler(func, arity)
+    return found
+
+
+def _generate_handler(func: Any, arity: int) -> Handler:
+    records: dict[Any, Any] = {}
+    _records.append(records)
+    names = [f"a{i}" for i in range(arity)]
+    keys = [_key_text(func, i) for i in range(arity)]
+    key = keys[0] if arity == 1 else f"({', '.join(keys)})"
+    unpack = f"{', '.join(names)}, = args" if arity else "pass"
+    call_args = "".join(f"{name}, " for name in names)
+    source = f"""
+def handler(args, kw):
+    if len(args) != {arity}:
+        return handler_of(func, len(args))(args, kw)
+    {unpack}
+    key = {key}
+    if kw:
+        key = (key, *[(k, part(v, k)) for k, v in kw.items()])
+    try:
+        run = get(key)
+    except TypeError:
+        return miss(func, None, args, kw, records)
+    if run is not None:
+        return run({call_args}kw)
+    return miss(func, key, args, kw, records)
+"""
+    env: dict[str, Any] = {
+        "HD": tensor_type(),
+        "func": func,
+        "get": records.get,
+        "handler_of": _handler_of,
+        "miss": _miss,
+        "part": lambda value, where: _part(func, value, where),
+        "plain": _plain_part,
+        "records": records,
+    }
+    exec(compiled(source), env)
+    return env["handler"]
+
+
+def _key_text(func: Any, i: int) -> str:
+    arguments = func._schema.arguments
+    kind = str(arguments[i].type) if i < len(arguments) else "Any"
+    if kind in ("Tensor", "Optional[Tensor]"):
+        return f"a{i}._spec if type(a{i}) is HD else plain(a{i})"
+    if "Tensor" in kind:
+        return f"tuple([x._spec if type(x) is HD else plain(x) for x in a{i}])"
+    if kind.startswith(("List[float", "List[number", "Optional[List[float")):
+        return f"None if a{i} is None else len(a{i})"
+    if kind.startswith(("List[", "Optional[List")):
+        return f"tuple(a{i}) if type(a{i}) is list else a{i}"
+    if kind in (
+        "int",
+        "SymInt",
+        "float",
+        "number",
+        "Optional[number]",
+        "Optional[float]",
+        "Scalar",
+    ):
+        static = record.is_static(func, i)
+        return f"(type(a{i}), a{i})" if static else f"type(a{i})"
+    return f"a{i}"
+
+
+def _part(func: Any, value: Any, where: Any) -> Any:
+    """Return a keyword argument's part of a key."""
+    if is_hdtensor(value):
+        return value._spec
+    if isinstance(value, torch.Tensor):
+        return _plain_part(value)
+    if isinstance(value, list | tuple):
+        return tuple(_part(func, v, where) for v in value)
+    return (type(value), record.literal_key(func, where, value))
+
+
+def _plain_part(value: Any) -> Any:
+    """Return the part of a key of something that may be a plain tensor, a number or None."""
+    if isinstance(value, torch.Tensor):
+        return (type(value), value.shape, value.stride(), value.dtype, accepts_plain())
+    return type(value)
+
+
+def _miss(func: Any, key: Any, args: tuple[Any, ...], kwargs: Any, records: dict[Any, Any]) -> Any:
+    kwargs = kwargs or {}
+    run = make_run(func, args, kwargs)
+    if key is not None:
+        _num_records[0] += 1
+        if _num_records[0] > MAX_RECORDS:
+            for table in _records:
+                table.clear()
+            _num_records[0] = 1
+        records[key] = run
+    return run(*args, kwargs)
+
+
+def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the function that runs this call on this rank.
+
+    Raises:
+        DeductionError: If the operator cannot run on operands that are laid out like this.
+    """
+    rule = SPECIAL.get(func)
+    if rule is not None:
+        run = rule(func, args, kwargs)
+        if run is not None:
+            return run if func in LOCAL_SPECIAL else _counted(run)
+    if foreach.is_foreach(func):
+        return foreach.make_run(func, args, kwargs)
+    if any(a.is_out for a in func._schema.arguments):
+        return _make_out_run(func)
+    _refuse_unrunnable(func)
+    return _deduced(func, args, kwargs)
+
+
+def _deduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = next(v for _, v in operands(args, kwargs) if is_hdtensor(v))
+    return record.make_record(
+        make_call(func, args, kwargs), tensor_type(), first._local_tensor.device
+    )
+
+
+def _counted(run: Any) -> Any:
+    def counted(*args: Any) -> Any:
+        events[0] += 1
+        return run(*args)
+
+    return counted
+
+
+def _refuse_unrunnable(func: Any) -> None:
+    if torch.Tag.dynamic_output_shape in func.tags:
+        raise DeductionError(
+            f"{func}: the result's shape depends on the data, which no rank holds whole. Run it on local "
+            f"tensors (t.to_local()) or on the whole tensor (t.full_tensor())."
+        )
+    if torch.Tag.inplace_view in func.tags:
+        raise DeductionError(
+            f"{func}: changing a distributed tensor's shape in place is not possible. Use the "
+            f"out-of-place operator."
+        )
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise DeductionError(
+            f"{func}: this random operator has no counter-based form, and shards would draw unlike values. "
+            f"Draw on a whole plain tensor, then distribute_tensor(t, spec)."
+        )
+
+
+def _make_out_run(func: Any) -> Any:
+    """Run an out variant: the functional operator, then a copy into ``out`` laid out alike."""
+    names = [a.name for a in func._schema.arguments if a.is_out]
+    functional = _functional_of(func)
+
+    def run(*args_and_kwargs: Any) -> Any:
+        *args, kwargs = args_and_kwargs
+        outs = [kwargs[name] for name in names]
+        rest = {k: v for k, v in kwargs.items() if k not in names}
+        results = dispatch(functional, (), tuple(args), rest)
+        for out, result in zip(outs, results if len(outs) > 1 else (results,), strict=True):
+            _copy_into(func, out, result)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    return run
+
+
+def _functional_of(func: Any) -> Any:
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    packet = getattr(torch.ops.aten, func._schema.name.split("::")[1])
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
+            return other
+    raise DeductionError(
+        f"{func}: no functional form of this out variant exists; call without out=."
+    )
+
+
+def _copy_into(func: Any, out: Any, result: Any) -> None:
+    if not is_hdtensor(out):
+        raise DeductionError(
+            f"{func}: out is a plain tensor of shape {tuple(out.shape)}; give an HDTensor laid out as "
+            f"{result._spec}."
+        )
+    if out.shape != result.shape or out._spec.spec is not result._spec.spec:
+        raise DeductionError(f"{func}: out is {out._spec}, but the result is {result._spec}.")
+    out._local_tensor.copy_(result._local_tensor)
+
+
+set_dispatch(_deduced, _call)

@@ -1,0 +1,140 @@
+"""``_foreach_*`` and ``_fused_*`` operators over tensors of *different* subgroups.
+
+Lists are taken element by element: entry i of every list is one call of the single operator, deduced alone; then one
+fused call runs on this rank's local tensors, those of elements that it holds. An optimizer's lists may hold parameters
+of every stage and subgroup.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hdtensor._torch_compat import new_wrapper
+from hdtensor.errors import DeductionError
+from hdtensor.ops import record
+from hdtensor.ops.binding import Binding
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.calls import Call
+from hdtensor.ops.generate import empty_like_local
+from hdtensor.ops.operand import make_call
+from hdtensor.ops.propagate import operands, output_metas
+from hdtensor.ops.registry import is_hdtensor, tensor_type
+
+
+def is_foreach(func: Any) -> bool:
+    """Return whether the operator takes lists element by element."""
+    return func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+
+
+def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the function that runs a foreach call on this rank.
+
+    Raises:
+        DeductionError: If one element's operands are laid out unlike, or would change layout in place.
+    """
+    num = max(len(a) for a in args if isinstance(a, list | tuple))
+    plans: dict[Any, _Element] = {}
+    elements = []
+    for i in range(num):
+        key = tuple(
+            _spec_of(a[i]) if isinstance(a, list | tuple) and i < len(a) else None for a in args
+        )
+        found = plans.get(key)
+        if found is None:
+            found = plans[key] = _deduce_element(func, args, kwargs, i)
+        elements.append(found)
+    found: Any = next(v for _, v in operands(args, kwargs) if is_hdtensor(v))
+    device = found._local_tensor.device
+    return _Run(func, args, elements, device)
+
+
+def _spec_of(value: Any) -> Any:
+    return value._spec if is_hdtensor(value) else type(value)
+
+
+class _Element:
+    """One entry's results and conversions on this rank."""
+
+    __slots__ = ("conversions", "local", "outs")
+
+    def __init__(self, binding: Binding) -> None:
+        self.local = binding.index is not None
+        self.outs = binding.outs
+        self.conversions = {path[0]: step for path, step in binding.conversions.items()}
+
+
+def _deduce_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i: int) -> _Element:
+    single = tuple([a[i]] if isinstance(a, list | tuple) and i < len(a) else a for a in args)
+    call = make_call(func, single, kwargs)
+    # Paths of one-element lists are (argument, 0).
+    metas: Any = _metas(call)
+    decision = record.decision_of(call, metas)
+    binding = Binding(call, decision, metas)
+    _check_in_place(call, binding)
+    return _Element(binding)
+
+
+def _metas(call: Call) -> Any:
+    args, kwargs = call.tier(lambda b: b.top())
+    return output_metas(call.func, args, kwargs)
+
+
+def _check_in_place(call: Call, binding: Binding) -> None:
+    if not call.func._schema.is_mutable:
+        return
+    writes = {
+        i
+        for i, a in enumerate(call.func._schema.arguments)
+        if a.alias_info and a.alias_info.is_write
+    }
+    for path in {
+        **binding.decision.top_inputs,
+        **{p: 0 for b in binding.decision.bottom_inputs for p in b},
+    }:
+        if path[0] in writes and isinstance(call.specs[path], BoundSpec) and path not in call.plain:
+            raise DeductionError(
+                f"{call.func}: writing in place would change the layout of {call.name_of(path)!r} "
+                f"({call.specs[path]}). Redistribute it first."
+            )
+
+
+class _Run:
+    """A foreach call on this rank, with all decisions made."""
+
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], elements: list[_Element], device: Any
+    ) -> None:
+        self.func = func
+        self.local = [i for i, e in enumerate(elements) if e.local]
+        self.all_local = len(self.local) == len(elements)
+        self.num = len(elements)
+        self.lists = [i for i, a in enumerate(args) if isinstance(a, list | tuple)]
+        self.returns = bool(func._schema.returns) and not func._schema.is_mutable
+        self.outs = [e.outs[0] if e.outs else None for e in elements]
+        self.conversions = [
+            (argument, i, step)
+            for i, e in enumerate(elements)
+            for argument, step in e.conversions.items()
+        ]
+        self.tensor_type = tensor_type()
+        self.empties = [None if b is None else empty_like_local(b.dtype, device) for b in self.outs]
+
+    def __call__(self, *args_and_kwargs: Any) -> Any:
+        *args, kwargs = args_and_kwargs
+        hd = self.tensor_type
+        for k in self.lists:
+            args[k] = [x._local_tensor if type(x) is hd else x for x in args[k]]
+        for argument, i, step in self.conversions:
+            args[argument][i] = step(args[argument][i])
+        if not self.all_local:
+            for k in self.lists:
+                if len(args[k]) == self.num:
+                    args[k] = [args[k][i] for i in self.local]
+        results = self.func(*args, **(kwargs or {})) if self.local else []
+        if not self.returns:
+            return None
+        by_element = dict(zip(self.local, results, strict=True))
+        return [
+            new_wrapper(hd, by_element.get(i, self.empties[i]), bound, False)
+            for i, bound in enumerate(self.outs)
+        ]

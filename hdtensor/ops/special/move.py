@@ -1,0 +1,77 @@
+"""``hdtensor::redistribute`` as an operator: kept whole by ``torch.compile``, run by the plan of ``resolve``.
+
+Its arguments are plain (a spec's number, extents), since a graph cannot hold a spec object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate
+
+from hdtensor._rank import is_played
+from hdtensor.collectives import groups
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.registry import moves, special, wrap
+from hdtensor.placements.layout import check_top_sizes, contiguous_stride
+from hdtensor.placements.spec import HDSpec
+from hdtensor.redistribute.execute import execute
+from hdtensor.redistribute.resolve import resolve
+
+
+_library = torch.library.Library("hdtensor", "DEF")
+_library.define("redistribute(Tensor x, int dst, int[]? top_sizes) -> Tensor")
+
+
+def _plain(x: torch.Tensor, dst: int, top_sizes: Any) -> torch.Tensor:
+    raise TypeError(
+        f"hdtensor::redistribute got a plain torch.Tensor of shape {tuple(x.shape)}; use "
+        f"hdtensor.distribute_tensor(tensor, spec) to cut one."
+    )
+
+
+_library.impl("redistribute", _plain, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "hdtensor::redistribute", lambda x, dst, top_sizes: torch.empty_like(x), lib=_library
+)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.bound = inputs[0]._spec
+
+
+def _backward(ctx: Any, grad: Any) -> Any:
+    bound = ctx.bound
+    spec = bound.spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)
+    if isinstance(spec.top, Partial):
+        spec = spec.replace(top=Replicate())
+    return torch.ops.hdtensor.redistribute(grad, spec.id, bound.top_sizes), None, None
+
+
+torch.library.register_autograd(
+    "hdtensor::redistribute", _backward, setup_context=_setup, lib=_library
+)
+
+
+@special(torch.ops.hdtensor.redistribute.default)
+def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bound = args[0]._spec
+    spec = HDSpec.from_id(args[1])
+    sizes = check_top_sizes(spec, bound.shape, args[2])
+    plan = resolve(
+        bound.spec, spec, tuple(bound.shape), src_top_sizes=bound.top_sizes, dst_top_sizes=sizes
+    )
+    if not plan.steps:
+        same = BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, sizes)
+        return lambda x, dst, top_sizes, kw: wrap(x._local_tensor.view_as(x._local_tensor), same)
+    if not is_played():
+        groups.ensure_groups(plan.rank_sets(), (*bound.spec.subgroups, *spec.subgroups))
+    out = BoundSpec.of(spec, bound.shape, contiguous_stride(bound.shape), bound.dtype, sizes)
+    is_between = spec.top != bound.spec.top or spec.ranks != bound.spec.ranks
+
+    def run(x: Any, dst: int, top_sizes: Any, kw: Any) -> Any:
+        moves[0] += is_between
+        return wrap(execute(plan, x._local_tensor), out)
+
+    return run

@@ -1,0 +1,188 @@
+"""Random operators that give the same values under every plan.
+
+An element's value is a function of a 64-bit key and its index in the global tensor. The key of a call is drawn from
+torch's default CPU generator, by every rank, also where the call is pruned. So ``torch.manual_seed`` sets it, activation
+checkpointing restores it, and neither the plan nor the rank enters. Every rank must have seeded alike, as all programs
+that build one model on many ranks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hdtensor.errors import DeductionError
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.generate import empty_like_local
+from hdtensor.ops.registry import call, special, wrap
+from hdtensor.placements.layout import contiguous_stride, owned_boxes
+from hdtensor.triton_kernels import counter_random
+
+
+aten = torch.ops.aten
+
+#: Keys drawn so far: a module that is skipped as a whole still draws as many (``api.regions``).
+num_draws = [0]
+
+_LOW, _HIGH = -(2**63), 2**63 - 1
+
+#: ``fill(view, key, start, strides)`` fills one owned box.
+Fill = Callable[[torch.Tensor, int, tuple[int, ...], tuple[int, ...]], object]
+
+
+def draw_key(generator: torch.Generator | None = None) -> int:
+    """Return the next call's key and advance the generator, the same on every rank."""
+    num_draws[0] += 1
+    return int(torch.randint(_LOW, _HIGH, (), generator=generator).item())
+
+
+def fill_owned(local: torch.Tensor, bound: BoundSpec, key: int, fill: Fill) -> torch.Tensor:
+    """Fill every box that this rank owns of a tensor."""
+    strides = contiguous_stride(bound.shape)
+    for owned in owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, bound.rank):
+        fill(local[owned.local_slices], key, owned.box.start, strides)
+    return local
+
+
+def _check(func: Any, bound: BoundSpec) -> None:
+    if bound.spec.has_partial():
+        raise DeductionError(
+            f"{func}: random values for a tensor whose reduction is pending ({bound}) would be summed. "
+            f"Redistribute it to Replicate() or Shard(d) first."
+        )
+
+
+def _in_place(func: Any, args: tuple[Any, ...], fill_of: Callable[..., Fill]) -> Any:
+    bound = args[0]._spec
+    _check(func, bound)
+
+    def run(x: Any, *rest: Any) -> Any:
+        *given, kw = rest
+        key = draw_key((kw or {}).get("generator"))
+        if bound.index is not None:
+            named = {k: v for k, v in (kw or {}).items() if k != "generator"}
+            fill_owned(x._local_tensor, bound, key, fill_of(*given, **named))
+        return x
+
+    return run
+
+
+def _uniform(
+    low: float = 0.0, high: float = 1.0, *, to: float | None = None, **from_: float
+) -> Fill:
+    low, high = from_.get("from", low), high if to is None else to
+    return lambda v, key, start, strides: counter_random.fill_uniform_(
+        v, key, start, strides, low, high
+    )
+
+
+def _normal(mean: float = 0.0, std: float = 1.0) -> Fill:
+    return lambda v, key, start, strides: counter_random.fill_normal_(
+        v, key, start, strides, mean, std
+    )
+
+
+def _exponential(lambd: float = 1.0) -> Fill:
+    return lambda v, key, start, strides: counter_random.fill_exponential_(
+        v, key, start, strides, lambd
+    )
+
+
+def _bernoulli(p: float = 0.5) -> Fill:
+    def fill(v: torch.Tensor, key: int, start: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        mask = (
+            v if v.dtype == torch.bool else torch.empty(v.shape, dtype=torch.bool, device=v.device)
+        )
+        counter_random.keep_mask(mask, key, start, strides, p)
+        if mask is not v:
+            v.copy_(mask)
+
+    return fill
+
+
+def _randint(low: int, high: int) -> Fill:
+    return lambda v, key, start, strides: counter_random.fill_randint_(
+        v, key, start, strides, low, high
+    )
+
+
+_IN_PLACE: dict[Any, Callable[..., Fill]] = {
+    aten.uniform_.default: _uniform,
+    aten.normal_.default: _normal,
+    aten.exponential_.default: _exponential,
+    aten.bernoulli_.float: _bernoulli,
+    getattr(aten.random_, "from"): _randint,
+    aten.random_.to: lambda high: _randint(0, high),
+}
+
+
+@special(*_IN_PLACE)
+def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _in_place(func, args, _IN_PLACE[func])
+
+
+_LIKE: dict[Any, Callable[..., Fill]] = {
+    aten.rand_like.default: lambda: _uniform(),
+    aten.randn_like.default: lambda: _normal(),
+    aten.randint_like.default: lambda high: _randint(0, high),
+    aten.randint_like.low_dtype: _randint,
+    aten.bernoulli.p: _bernoulli,
+}
+
+
+@special(*_LIKE)
+def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _check(func, args[0]._spec)
+    fill_of = _LIKE[func]
+
+    def run(x: Any, *rest: Any) -> Any:
+        *given, kw = rest
+        options = {k: v for k, v in (kw or {}).items() if k != "generator"}
+        out = call(aten.empty_like.default, x, **options)
+        bound = out._spec
+        key = draw_key((kw or {}).get("generator"))
+        if bound.index is not None:
+            fill_owned(out._local_tensor, bound, key, fill_of(*given))
+        return out
+
+    return run
+
+
+@special(aten.bernoulli.default, aten.bernoulli_.Tensor)
+def _bernoulli_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw each element with its own probability."""
+
+    def run(x: Any, *rest: Any) -> Any:
+        *given, kw = rest
+        probability = given[0] if given else x
+        uniform = call(aten.rand_like.default, probability, **(kw or {}))
+        drawn = call(aten.lt.Tensor, uniform, probability)
+        if given:
+            return call(aten.copy_.default, x, drawn)
+        return call(aten._to_copy.default, drawn, dtype=x.dtype)
+
+    return run
+
+
+@special(aten.native_dropout.default)
+def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bound = args[0]._spec
+    _check(func, bound)
+    mask_bound = BoundSpec.of(bound.spec, bound.shape, bound.stride, torch.bool, bound.top_sizes)
+
+    def run(x: Any, p: float, train: bool | None = True, kw: Any = None) -> Any:
+        key = draw_key()
+        if bound.index is None:
+            empty = empty_like_local(torch.bool, x._local_tensor.device)
+            return wrap(x._local_tensor, bound), wrap(empty, mask_bound)
+        local = x._local_tensor
+        mask = torch.ones_like(local, dtype=torch.bool)
+        if train is not False:
+            fill_owned(mask, bound, key, _bernoulli(1.0 - p))
+        scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+        out = local * mask * scale if train is not False else local.clone()
+        return wrap(out, bound), wrap(mask, mask_bound)
+
+    return run

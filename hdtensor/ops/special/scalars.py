@@ -1,0 +1,52 @@
+"""Reading values: ``item``, ``bool`` and ``equal`` answer only where the whole value is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hdtensor.errors import DeductionError, NonLocalError
+from hdtensor.ops.registry import is_hdtensor, special
+
+
+aten = torch.ops.aten
+
+
+@special(aten._local_scalar_dense.default)
+def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bound = args[0]._spec
+    if bound.index is None:
+        ranks = [list(g.ranks) for g in bound.spec.subgroups]
+
+        def refuse(x: Any, kw: Any) -> Any:
+            raise NonLocalError(
+                f"rank {bound.rank} holds no part of {bound}; ranks {ranks} do. Every rank may call "
+                f"hdtensor.item(t) or t.full_tensor() together."
+            )
+
+        return refuse
+    if bound.spec.has_partial():
+
+        def pending(x: Any, kw: Any) -> Any:
+            raise DeductionError(
+                f"reading a value whose reduction is pending: {bound}. Every rank may call hdtensor.item(t) "
+                f"together, or redistribute it to Replicate() first."
+            )
+
+        return pending
+    return lambda x, kw: x._local_tensor.item()
+
+
+@special(aten.equal.default)
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not all(is_hdtensor(a) for a in args):
+        return None
+
+    def refuse(a: Any, b: Any, kw: Any) -> Any:
+        raise DeductionError(
+            f"torch.equal of distributed tensors would answer for this rank's shards only ({a._spec}; "
+            f"{b._spec}). Compare a.full_tensor() with b.full_tensor(), which every rank calls."
+        )
+
+    return refuse

@@ -1,0 +1,166 @@
+"""How a cut dim survives a reshaping view, exactly and for uneven blocks.
+
+DTensor's rule refuses uneven sizes (case 18) and loops for ever on zero-size blocks, so reshaping views
+are decided here. A cut dim ``d`` goes to an output dim ``k`` when what lies before both is the same
+number of elements, and every boundary of the cut falls between two steps of ``k``::
+
+    (6, 4) cut 4:2 on dim 0  ->  (24,)       k = 0, cut 16:8
+    (4, 6) cut 3:1 on dim 0  ->  (2, 2, 6)   none: 3 rows are no whole number of 2-row steps
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from hdtensor._torch_compat import StridedShard
+from hdtensor.placements import checks
+
+
+class CutDim(NamedTuple):
+    """Where a cut dim went: the output dim, and the factor its extents are multiplied by."""
+
+    dim: int
+    numerator: int
+    denominator: int
+
+    def scale(self, size: int) -> int | None:
+        """Return an extent on the output dim, None if a boundary falls inside a step."""
+        quotient, rest = divmod(size * self.numerator, self.denominator)
+        return None if rest else quotient
+
+
+def follow(dim: int, src: Sequence[int], dst: Sequence[int]) -> CutDim | None:
+    """Return where dim ``dim`` of shape ``src`` goes in a view of shape ``dst``.
+
+    Returns:
+        None if no dim of ``dst`` starts where ``dim`` does.
+    """
+    before = math.prod(src[:dim])
+    inner = math.prod(src[dim + 1 :])
+    passed, candidates = 1, []
+    for k, size in enumerate(dst):
+        if passed == before:
+            candidates.append(k)
+        passed *= size
+    if not candidates:
+        return None
+    # Dims of size 1 start where the next one does; the cut belongs to the one that has elements.
+    k = next((k for k in candidates if dst[k] != 1 or src[dim] == 1), candidates[-1])
+    return CutDim(k, inner, math.prod(dst[k + 1 :]))
+
+
+def view_top(
+    top: Placement, sizes: Sequence[int], src: Sequence[int], dst: Sequence[int]
+) -> tuple[Placement, tuple[int, ...]] | None:
+    """Return the top placement and extents after a view, None if it cannot be represented.
+
+    Args:
+        top: The ``Shard`` that cuts the input.
+        sizes: Its exact extents.
+        src: Global input shape.
+        dst: Global output shape.
+    """
+    cut = follow(top.dim, src, dst)  # type: ignore[attr-defined]
+    if cut is None:
+        return None
+    scaled = [cut.scale(size) for size in sizes]
+    if any(size is None for size in scaled):
+        return None
+    return Shard(cut.dim), tuple(size for size in scaled if size is not None)
+
+
+def view_bottom(
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    src: Sequence[int],
+    dst: Sequence[int],
+) -> list[Placement | None]:
+    """Return each axis's placement after a view of a block; None where the axis must be gathered.
+
+    Args:
+        placements: Bottom placements of the input.
+        mesh_shape: Mesh axis sizes.
+        src: Block shape before.
+        dst: Block shape after.
+    """
+    out: list[Placement | None] = []
+    for placement in placements:
+        dim = checks.shard_dim(placement)
+        if dim is None:
+            out.append(placement)
+            continue
+        parts = math.prod(
+            size
+            for other, size in zip(placements, mesh_shape, strict=True)
+            if checks.shard_dim(other) == dim
+        )
+        out.append(_follow_shard(placement, dim, parts, src, dst))
+    return _gather_together(out, placements)
+
+
+def _follow_shard(
+    placement: Placement, dim: int, parts: int, src: Sequence[int], dst: Sequence[int]
+) -> Placement | None:
+    cut = follow(dim, src, dst)
+    if cut is not None and dst[cut.dim] == src[dim] and cut.numerator == cut.denominator:
+        if checks.is_strided(placement):
+            return StridedShard(cut.dim, split_factor=placement.split_factor)  # type: ignore[attr-defined]
+        return Shard(cut.dim)  # the dim is kept whole: any chunking stays
+    even = src[dim] % parts == 0
+    if checks.is_strided(placement):
+        return _unmerge(placement, dim, parts, src, dst) if even else None
+    if not even:
+        return None
+    if cut is not None:
+        share = cut.scale(src[dim] // parts)
+        return Shard(cut.dim) if share is not None else None
+    return _merge(dim, src, dst)
+
+
+def _merge(dim: int, src: Sequence[int], dst: Sequence[int]) -> Placement | None:
+    """(B, S, H) cut on S -> (B*S, H): every of the B pieces is cut, a strided shard."""
+    for k in range(len(dst)):
+        before = math.prod(dst[:k])
+        for first in range(dim):
+            if (
+                math.prod(src[:first]) == before
+                and math.prod(src[first : dim + 1]) == dst[k]
+                and math.prod(src[dim + 1 :]) == math.prod(dst[k + 1 :])
+            ):
+                return StridedShard(k, split_factor=math.prod(src[first:dim]))
+    return None
+
+
+def _unmerge(
+    placement: Placement, dim: int, parts: int, src: Sequence[int], dst: Sequence[int]
+) -> Placement | None:
+    """(B*S, H) cut as B strided pieces -> (B, S, H) cut on S."""
+    pieces = placement.split_factor  # type: ignore[attr-defined]
+    before = math.prod(src[:dim])
+    if src[dim] % (pieces * parts):
+        return None
+    for k in range(1, len(dst)):
+        if math.prod(dst[:k]) == before * pieces and dst[k] % parts == 0:
+            inner = math.prod(dst[k + 1 :])
+            if src[dim] // pieces * math.prod(src[dim + 1 :]) == dst[k] * inner:
+                return Shard(k)
+    return None
+
+
+def _gather_together(
+    out: Sequence[Placement | None], placements: Sequence[Placement]
+) -> list[Placement | None]:
+    """Gather all axes that cut one dim if one must be, or if dims that were apart became one."""
+    before = [checks.shard_dim(p) for p in placements]
+    after = [None if p is None else checks.shard_dim(p) for p in out]
+    bad = {before[i] for i, p in enumerate(out) if p is None}
+    for dim in after:
+        clash = {before[j] for j, other in enumerate(after) if dim is not None and other == dim}
+        if len(clash) > 1:
+            bad |= clash
+    return [None if before[i] in bad and before[i] is not None else p for i, p in enumerate(out)]

@@ -1,0 +1,281 @@
+"""Which rank owns which boxes of a tensor: the single definition of shard boundaries.
+
+Two cuts follow one another. The top tier cuts one dim into *blocks*, one per subgroup; the bottom
+tier cuts a block over the mesh axes from left to right, as DTensor does, with ``torch.chunk``'s uneven
+chunks. What a rank owns is a tuple of boxes, since a ``_StridedShard`` leaves it several pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from hdtensor.errors import SpecError
+from hdtensor.placements import checks
+from hdtensor.placements.box import Box
+from hdtensor.placements.spec import HDSpec, Subgroup
+
+
+class OwnedBox(NamedTuple):
+    """One piece of a rank's local tensor.
+
+    Attributes:
+        box: Where the piece lies in the global tensor.
+        offset: Where it starts in the rank's local tensor.
+    """
+
+    box: Box
+    offset: tuple[int, ...]
+
+    @property
+    def local_slices(self) -> tuple[slice, ...]:
+        """Index of the piece in the local tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.box.shape, strict=True))
+
+
+class Segment(NamedTuple):
+    """A run of global indices on one dim; a rank's share of a dim is a list of them."""
+
+    start: int
+    stop: int
+
+
+def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
+    """Return ``torch.chunk``'s sizes, with zeros where it gives fewer chunks.
+
+    >>> chunk_sizes(5, 4)
+    (2, 2, 1, 0)
+    """
+    size = -(-length // num_chunks)
+    return tuple(max(0, min(size, length - i * size)) for i in range(num_chunks))
+
+
+def ratio_sizes(length: int, ratio: Sequence[int]) -> tuple[int, ...]:
+    """Return block sizes in a proportion: boundaries at ``floor(length * cumulative / total)``.
+
+    >>> ratio_sizes(8, (3, 1))
+    (6, 2)
+    >>> ratio_sizes(7, (1, 0, 1))
+    (3, 0, 4)
+    """
+    total = sum(ratio)
+    bounds = [length * part // total for part in itertools.accumulate(ratio, initial=0)]
+    return tuple(b - a for a, b in itertools.pairwise(bounds))
+
+
+def default_top_sizes(spec: HDSpec, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return how the spec cuts a tensor of ``shape`` at the top tier.
+
+    Returns:
+        Extent of each subgroup's block along the top ``Shard``'s dim; None for other top placements.
+
+    Raises:
+        SpecError: If the tensor does not have the dim.
+    """
+    if not isinstance(spec.top, Shard):
+        return None
+    _check_dim(spec.top.dim, shape, spec)
+    length = shape[spec.top.dim]
+    if spec.top_ratio is None:
+        return chunk_sizes(length, spec.num_subgroups)
+    return ratio_sizes(length, spec.top_ratio)
+
+
+def check_top_sizes(
+    spec: HDSpec, shape: Sequence[int], top_sizes: Sequence[int] | None
+) -> tuple[int, ...] | None:
+    """Return exact top extents: the given ones if they fit, or the spec's own.
+
+    Raises:
+        SpecError: If the extents do not add up to the tensor's, or the top is no ``Shard``.
+    """
+    if top_sizes is None:
+        return default_top_sizes(spec, shape)
+    sizes = checks.int_tuple("top_sizes", top_sizes)
+    if not isinstance(spec.top, Shard):
+        if spec.num_subgroups == 1:
+            return None
+        raise SpecError(f"top_sizes {sizes} needs a top Shard, but the spec is {spec}.")
+    _check_dim(spec.top.dim, shape, spec)
+    length = shape[spec.top.dim]
+    if len(sizes) != spec.num_subgroups or min(sizes) < 0 or sum(sizes) != length:
+        raise SpecError(
+            f"top_sizes must be {spec.num_subgroups} extents >= 0 that add up to {length} "
+            f"(dim {spec.top.dim} of shape {tuple(shape)}), got {sizes} (sum {sum(sizes)})."
+        )
+    return sizes
+
+
+def block_box(
+    spec: HDSpec, shape: Sequence[int], index: int, top_sizes: Sequence[int] | None
+) -> Box:
+    """Return the box of subgroup ``index``'s block in the global tensor."""
+    if top_sizes is None:
+        assert not isinstance(spec.top, Shard), f"pass check_top_sizes's extents for {spec}"
+        return Box.whole(shape)
+    dim = spec.top.dim  # type: ignore[attr-defined]
+    first = sum(top_sizes[:index])
+    start, stop = [0] * len(shape), list(shape)
+    start[dim], stop[dim] = first, first + top_sizes[index]
+    return Box(tuple(start), tuple(stop))
+
+
+def normalize_dim(placement: Placement, num_dims: int) -> int | None:
+    """Return the non-negative dim that a placement cuts, None if it cuts none.
+
+    Raises:
+        SpecError: If a tensor of ``num_dims`` dims has no such dim.
+    """
+    dim = checks.shard_dim(placement)
+    if dim is None:
+        return None
+    if not -num_dims <= dim < num_dims:
+        raise SpecError(
+            f"{checks.placement_text(placement)} needs dim {dim}, but the tensor has {num_dims} dims."
+        )
+    return dim % num_dims
+
+
+def subgroup_segments(
+    group: Subgroup, coordinate: Sequence[int], block: Box
+) -> tuple[tuple[Segment, ...], ...]:
+    """Return what one rank of a subgroup owns, dim by dim, as runs of global indices.
+
+    Args:
+        group: The subgroup.
+        coordinate: The rank's coordinate on each mesh axis.
+        block: The subgroup's block of the global tensor.
+
+    Raises:
+        SpecError: If a placement names a dim that the tensor does not have.
+    """
+    num_dims = len(block.start)
+    segments: list[tuple[Segment, ...]] = [
+        (Segment(a, b),) for a, b in zip(block.start, block.stop, strict=True)
+    ]
+    for placement, size, position in zip(
+        group.placements, group.mesh_shape, coordinate, strict=True
+    ):
+        dim = normalize_dim(placement, num_dims)
+        if dim is not None:
+            pieces = placement.split_factor if checks.is_strided(placement) else 1  # type: ignore[attr-defined]
+            segments[dim] = _take(segments[dim], size, position, pieces)
+    return tuple(segments)
+
+
+@functools.lru_cache(maxsize=65536)
+def owned_boxes(
+    spec: HDSpec, shape: tuple[int, ...], top_sizes: tuple[int, ...] | None, rank: int
+) -> tuple[OwnedBox, ...]:
+    """Return what a rank owns of a tensor, in the order of its local tensor.
+
+    >>> spec = HDSpec.from_text("S0[3:1] / 0,1:S1 2:R")
+    >>> [(owned.box.start, owned.box.stop) for owned in owned_boxes(spec, (4, 4), (3, 1), 1)]
+    [((0, 2), (3, 4))]
+
+    Args:
+        spec: How the tensor is cut.
+        shape: Global shape.
+        top_sizes: Exact top extents (``check_top_sizes``'s result).
+        rank: Global rank; one outside every subgroup owns nothing.
+
+    Returns:
+        Non-empty boxes only; a 0-d tensor is one box of one element.
+    """
+    index = spec.index_of(rank)
+    if index is None:
+        return ()
+    block = block_box(spec, shape, index, top_sizes)
+    group = spec.subgroups[index]
+    segments = subgroup_segments(group, group.coordinate(rank), block)
+    per_dim = []
+    for runs in segments:
+        placed, offset = [], 0
+        for run in runs:
+            if run.stop > run.start:
+                placed.append((run.start, run.stop, offset))
+            offset += run.stop - run.start
+        per_dim.append(placed)
+    return tuple(
+        OwnedBox(
+            Box(tuple(run[0] for run in corner), tuple(run[1] for run in corner)),
+            tuple(run[2] for run in corner),
+        )
+        for corner in itertools.product(*per_dim)
+    )
+
+
+@functools.lru_cache(maxsize=65536)
+def local_shape(
+    spec: HDSpec, shape: tuple[int, ...], top_sizes: tuple[int, ...] | None, rank: int
+) -> tuple[int, ...]:
+    """Return the shape of a rank's local tensor; ``(0,)`` for a rank outside every subgroup."""
+    index = spec.index_of(rank)
+    if index is None:
+        return (0,)
+    group = spec.subgroups[index]
+    block = block_box(spec, shape, index, top_sizes)
+    segments = subgroup_segments(group, group.coordinate(rank), block)
+    return tuple(sum(run.stop - run.start for run in runs) for runs in segments)
+
+
+def owners(
+    spec: HDSpec, shape: tuple[int, ...], top_sizes: tuple[int, ...] | None
+) -> dict[int, tuple[OwnedBox, ...]]:
+    """Return ``owned_boxes`` of every rank of the spec, in the order of ``spec.ranks``."""
+    return {rank: owned_boxes(spec, shape, top_sizes, rank) for rank in spec.ranks}
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return row-major strides, as ``torch.empty(shape).stride()``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def numel(shape: Sequence[int]) -> int:
+    """Return the number of elements."""
+    return math.prod(shape)
+
+
+def _take(
+    segments: tuple[Segment, ...], num_chunks: int, position: int, pieces: int
+) -> tuple[Segment, ...]:
+    """Cut the indices of ``segments`` into ``pieces``, each into chunks; keep chunk ``position``."""
+    length = sum(run.stop - run.start for run in segments)
+    taken: list[Segment] = []
+    start = 0
+    for piece in chunk_sizes(length, pieces):
+        sizes = chunk_sizes(piece, num_chunks)
+        first = start + sum(sizes[:position])
+        taken += _cut(segments, first, first + sizes[position])
+        start += piece
+    return tuple(taken)
+
+
+def _cut(segments: tuple[Segment, ...], first: int, last: int) -> list[Segment]:
+    """Return the runs that hold positions ``[first, last)`` of the joined segments."""
+    runs, passed = [], 0
+    for run in segments:
+        length = run.stop - run.start
+        a, b = max(first - passed, 0), min(last - passed, length)
+        if a < b:
+            runs.append(Segment(run.start + a, run.start + b))
+        passed += length
+    return runs
+
+
+def _check_dim(dim: int, shape: Sequence[int], spec: HDSpec) -> None:
+    if dim >= len(shape):
+        raise SpecError(
+            f"the top Shard({dim}) of {spec} needs dim {dim}, but the tensor has shape "
+            f"{tuple(shape)}."
+        )

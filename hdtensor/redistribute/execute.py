@@ -1,0 +1,300 @@
+"""Carry out plans on this rank: pack, start the collectives, copy what is local meanwhile, unpack."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, assert_never
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from hdtensor._rank import current_rank
+from hdtensor.collectives import split
+from hdtensor.collectives.groups import group_of
+from hdtensor.errors import RedistributeError
+from hdtensor.placements import HDSpec, Subgroup
+from hdtensor.redistribute.program import Job, Pieces, Program, RankStep, Round, compile_plan
+from hdtensor.redistribute.resolve import resolve
+from hdtensor.redistribute.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Ranks,
+    RedistributePlan,
+    ReduceScatter,
+    neutral_element,
+)
+
+
+#: Default size of a fused buffer.
+BUCKET_BYTES = 25 * 2**20
+
+
+def execute(plan: RedistributePlan, local: Tensor) -> Tensor:
+    """Return this rank's local tensor after the plan.
+
+    Collective over the plan's ranks; its ``rank_sets()`` must have been given to ``ensure_groups``.
+
+    Args:
+        plan: What ``resolve`` returned; the same on every rank.
+        local: This rank's local tensor under ``plan.src``, of any strides; ``(0,)`` where it holds
+            nothing.
+
+    Returns:
+        A new contiguous tensor; ``local`` itself if the plan has no steps.
+
+    Raises:
+        RedistributeError: If the local tensor has not the shape that ``plan.src`` says, or a
+            reduction is not defined on its dtype.
+        GroupError: If a group is missing, or inside ``as_rank`` where the plan communicates.
+    """
+    rank = current_rank()
+    program = compile_plan(plan, rank)
+    check_local(plan, program, local, rank)
+    return run_program(program, local)
+
+
+def execute_many(
+    plans: Sequence[RedistributePlan],
+    locals_: Sequence[Tensor],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> list[Tensor]:
+    """Carry out several plans at once, with like collectives fused into shared flat buffers.
+
+    Collectives are fused if they agree in kind, group, reduction and dtype, and belong to the same
+    round: bottom steps before the top, the top, bottom steps after it.
+
+    Args:
+        plans: One per tensor, in the same order on every rank.
+        locals_: This rank's local tensors.
+        bucket_bytes: A buffer takes no further tensor once its cells are this large together.
+
+    Returns:
+        The new local tensors, each as ``execute`` returns it.
+
+    Raises:
+        RedistributeError: As ``execute``, before anything is sent.
+        GroupError: As ``execute``.
+    """
+    rank = current_rank()
+    programs = [compile_plan(plan, rank) for plan in plans]
+    rounds: defaultdict[Round, list[tuple[int, RankStep]]] = defaultdict(list)
+    for i, program in enumerate(programs):
+        check_local(plans[i], program, locals_[i], rank)
+        for number, step in program.steps:
+            rounds[number].append((i, step))
+    state = [
+        local.detach() if program.steps else run_program(program, local)
+        for program, local in zip(programs, locals_, strict=True)
+    ]
+    for number in sorted(rounds):
+        run_round(rounds[number], state, bucket_bytes)
+    return state
+
+
+def convert(
+    local: Tensor,
+    subgroup: Subgroup,
+    dst_placements: Sequence[Placement],
+    block_shape: Sequence[int],
+) -> Tensor:
+    """Return this rank's local tensor after a change of placements inside one subgroup.
+
+    Args:
+        local: This rank's local tensor under ``subgroup``.
+        subgroup: The subgroup with the placements before.
+        dst_placements: The placements after.
+        block_shape: Extents of the subgroup's block.
+
+    Raises:
+        RedistributeError: As ``execute``.
+        GroupError: As ``execute``.
+    """
+    return make_converter(subgroup, subgroup.placements, dst_placements, block_shape)(local)
+
+
+def make_converter(
+    subgroup: Subgroup,
+    src_placements: Sequence[Placement],
+    dst_placements: Sequence[Placement],
+    block_shape: Sequence[int],
+) -> Callable[[Tensor], Tensor]:
+    """Plan a change of placements inside one subgroup once, and return the function that makes it.
+
+    The function checks nothing: the caller knows the placements and the block. Where the change is
+    one collective on the local tensor as it is (along one axis Partial -> Replicate, Shard(0) ->
+    Replicate, Partial -> Shard(0)), the function is that collective.
+
+    Args:
+        subgroup: Ranks and mesh; the rank that calls the function is one of them.
+        src_placements: Placements before.
+        dst_placements: Placements after.
+        block_shape: Extents of the subgroup's block.
+
+    Returns:
+        Local tensor before -> local tensor after, for the rank that is current now. Collective over
+        the lines of the mesh axes whose placements change.
+
+    Raises:
+        SpecError: If a placement does not fit the mesh or the block.
+    """
+    src = HDSpec((subgroup.with_placements(src_placements),))
+    dst = HDSpec((subgroup.with_placements(dst_placements),))
+    program = compile_plan(resolve(src, dst, block_shape), current_rank())
+    if len(program.steps) == 1:
+        step = program.steps[0][1]
+        if step.is_direct and step.jobs[0].is_whole:
+            job, shape = step.jobs[0], step.shape
+            sizes = job.num_sent, job.num_received
+            return lambda local: _start(job, local.reshape(-1), *sizes)().view(shape)
+    return lambda local: run_program(program, local)
+
+
+def run_program(program: Program, local: Tensor) -> Tensor:
+    """Return the new local tensor; the caller has checked the old one."""
+    if not program.steps:  # a plan that only moves other subgroups still gives a new tensor
+        return local.clone(memory_format=torch.contiguous_format) if program.is_new else local
+    state = [local.detach()]
+    for _, step in program.steps:
+        run_round([(0, step)], state, BUCKET_BYTES)
+    return state[0]
+
+
+def run_round(todo: Sequence[tuple[int, RankStep]], state: list[Tensor], bucket_bytes: int) -> None:
+    """Carry out one step of each of several tensors, replacing their local tensors in ``state``."""
+    items = [_Item(i, step, job, state[i]) for i, step in todo for job in step.jobs]
+    started = [(bucket, _launch(bucket)) for bucket in _buckets(items, bucket_bytes)]
+    for i, step in todo:  # what a rank does alone hides behind the collectives
+        if not step.is_direct:
+            state[i] = _start_local(step, state[i])
+    for bucket, pending in started:
+        _deliver(bucket, pending(), state)
+
+
+def check_local(plan: RedistributePlan, program: Program, local: Tensor, rank: int) -> None:
+    """Raise unless the local tensor is one of ``plan.src`` and has the reductions the plan needs.
+
+    Raises:
+        RedistributeError: Otherwise.
+    """
+    if local.shape != program.shape:
+        raise RedistributeError(
+            f"rank {rank} has a local tensor of shape {tuple(local.shape)}, but {plan.src} cuts a "
+            f"tensor of shape {plan.shape} so that this rank holds {program.shape}. Pass the local "
+            f"tensor of the plan's source."
+        )
+    for op in program.reductions:
+        split.check_reducible(op, local.dtype)
+
+
+class _Item(NamedTuple):
+    """A job of one of the tensors in flight."""
+
+    position: int
+    step: RankStep
+    job: Job
+    local: Tensor
+
+    @property
+    def key(self) -> tuple[str, Ranks, str, str]:
+        """What collectives must agree in to share a buffer; also the order in which they start."""
+        collective = self.job.collective
+        op = repr(collective.op) if isinstance(collective, AllReduce | ReduceScatter) else ""
+        return type(collective).__name__, collective.ranks, op, str(self.local.dtype)
+
+
+def _buckets(items: Sequence[_Item], bucket_bytes: int) -> list[list[_Item]]:
+    """Return which jobs share a buffer, in the order in which all ranks start them.
+
+    A rank may be in several groups that overlap: the order is by content, never by arrival.
+    """
+    if len(items) == 1:
+        return [list(items)]
+    found: defaultdict[tuple[str, Ranks, str, str], list[list[_Item]]] = defaultdict(lambda: [[]])
+    for item in items:
+        buckets = found[item.key]
+        if sum(i.job.num_total * i.local.element_size() for i in buckets[-1]) >= bucket_bytes:
+            buckets.append([])
+        buckets[-1].append(item)
+    return [bucket for key in sorted(found) for bucket in found[key]]
+
+
+def _launch(bucket: Sequence[_Item]) -> split.Pending:
+    """Pack one buffer and start its collective."""
+    first = bucket[0].job
+    if len(bucket) == 1 and first.is_whole:
+        return _start(first, bucket[0].local.reshape(-1), first.num_sent, first.num_received)
+    parts = [
+        piece
+        for receiver in range(len(first.sent))
+        for item in bucket
+        for piece in _pack(item, item.job.sent[receiver])
+    ]
+    if len(parts) == 1:
+        flat = parts[0]
+    else:
+        flat = torch.cat(parts) if parts else bucket[0].local.new_empty(0)
+    sent = tuple(map(sum, zip(*(item.job.num_sent for item in bucket), strict=True)))
+    received = tuple(map(sum, zip(*(item.job.num_received for item in bucket), strict=True)))
+    return _start(first, flat, sent, received)
+
+
+def _start(job: Job, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> split.Pending:
+    """Start a job's collective on a packed buffer, which may hold other jobs' parts too."""
+    # A lazy conjugate or negation must not be sent as the bytes below it.
+    flat = flat.resolve_conj().resolve_neg().contiguous()
+    collective, group = job.collective, group_of(job.collective.ranks)
+    match collective:
+        case AllReduce():
+            return split.all_reduce(flat, collective.op, len(collective.terms), group)
+        case ReduceScatter():
+            return split.reduce_scatter(flat, sent, collective.op, len(collective.ranks), group)
+        case AllGather():
+            return split.all_gather(flat, received, group)
+        case AllToAll():
+            return split.all_to_all(flat, sent, received, group)
+        case _:
+            assert_never(collective)
+
+
+def _pack(item: _Item, pieces: Pieces) -> list[Tensor]:
+    """Return the pieces flat; for a rank without a term, what changes nothing."""
+    views = [item.local[piece].reshape(-1) for piece in pieces]
+    collective = item.job.collective
+    if not item.job.is_term and isinstance(collective, AllReduce):
+        op = collective.op
+        if op.reduce_op not in ("max", "min"):  # these may count a copy twice
+            return [torch.full_like(view, neutral_element(op)) for view in views]
+    return views
+
+
+def _deliver(bucket: Sequence[_Item], flat: Tensor, state: list[Tensor]) -> None:
+    """Write a collective's flat result into the new local tensors."""
+    if len(bucket) == 1 and bucket[0].step.is_direct:
+        state[bucket[0].position] = flat.view(bucket[0].step.shape)
+        return
+    for item in bucket:
+        if item.step.is_direct:
+            state[item.position] = _start_local(item.step, item.local)
+    offset = 0
+    for sender in range(len(bucket[0].job.received)):
+        for item in bucket:
+            out = state[item.position]
+            for piece in item.job.received[sender]:
+                target = out[piece]
+                target.copy_(flat[offset : offset + target.numel()].view(target.shape))
+                offset += target.numel()
+
+
+def _start_local(step: RankStep, local: Tensor) -> Tensor:
+    """Return the new local tensor with what this rank writes alone."""
+    if step.fill is None:
+        out = local.new_empty(step.shape)
+    else:
+        out = local.new_full(step.shape, step.fill)
+    for new, old in step.copies:
+        out[new].copy_(local[old])
+    return out

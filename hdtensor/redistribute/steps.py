@@ -1,0 +1,310 @@
+"""The closed set of redistribute steps: pure data that the simulator and the ranks carry out.
+
+======================  ==========================================================  ================
+step                    what it does                                                paper
+======================  ==========================================================  ================
+``LocalStep``           every rank cuts, embeds or keeps what it already holds      5.1 (I)
+``BottomStep``          one collective along a mesh axis, inside one subgroup       5.1 (II), Fig. 8
+``SplitAllReduce``      top ``Partial -> Replicate``                                5.2, Fig. 9
+``SplitReduceScatter``  top ``Partial -> Shard``                                    5.2, Fig. 9
+``SplitAllGather``      top ``Shard -> Replicate``                                  5.2, Fig. 9
+======================  ==========================================================  ================
+
+A step turns one ``Layout`` into the next. Its communication is a tuple of collectives on *cells*, boxes
+that every involved rank holds or wants as a whole. All coordinates of one step are its layouts':
+global for the top tier, those of the subgroup's block for the bottom tier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from torch.distributed.tensor import Partial
+
+from hdtensor.placements import Box, HDSpec, OwnedBox, local_shape, owned_boxes
+
+
+Ranks: TypeAlias = tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """A spec applied to a tensor of known extents.
+
+    Attributes:
+        spec: How the tensor is cut.
+        shape: Its shape.
+        top_sizes: Exact extents of the blocks under a top ``Shard``, else None.
+    """
+
+    spec: HDSpec
+    shape: tuple[int, ...]
+    top_sizes: tuple[int, ...] | None
+
+    def boxes(self, rank: int) -> tuple[OwnedBox, ...]:
+        """Return what the rank owns; nothing outside every subgroup."""
+        return owned_boxes(self.spec, self.shape, self.top_sizes, rank)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the rank's local tensor."""
+        return local_shape(self.spec, self.shape, self.top_sizes, rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduce:
+    """Every rank of the group gets the reduction of the cells.
+
+    Attributes:
+        ranks: The group, in its order.
+        cells: The same for all ranks.
+        op: The reduction.
+        terms: The ranks that contribute a term; the others contribute nothing (a maximum or minimum
+            takes their copy, which changes nothing).
+    """
+
+    ranks: Ranks
+    cells: tuple[Box, ...]
+    op: Partial
+    terms: Ranks
+
+    @property
+    def num_cells(self) -> int:
+        """Elements of all cells."""
+        return _numel(self.cells)
+
+    @property
+    def num_moved(self) -> int:
+        """Elements sent by all ranks together, as a ring all-reduce does."""
+        return 2 * (len(self.ranks) - 1) * self.num_cells
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllGather:
+    """Every rank of the group gets all ranks' cells.
+
+    Attributes:
+        ranks: The group, in its order.
+        cells: Per rank of the group, what it contributes.
+    """
+
+    ranks: Ranks
+    cells: tuple[tuple[Box, ...], ...]
+
+    @property
+    def num_cells(self) -> int:
+        """Elements of all cells."""
+        return sum(map(_numel, self.cells))
+
+    @property
+    def num_moved(self) -> int:
+        """Elements sent by all ranks together."""
+        return (len(self.ranks) - 1) * self.num_cells
+
+    def senders(self) -> Iterator[tuple[int, Box]]:
+        """Yield (rank, cell) for each cell."""
+        for rank, part in zip(self.ranks, self.cells, strict=True):
+            yield from ((rank, cell) for cell in part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceScatter:
+    """Every rank of the group gets the reduction of its own cells; all ranks contribute.
+
+    Attributes:
+        ranks: The group, in its order.
+        cells: Per rank of the group, what it gets.
+        op: The reduction.
+    """
+
+    ranks: Ranks
+    cells: tuple[tuple[Box, ...], ...]
+    op: Partial
+
+    @property
+    def num_cells(self) -> int:
+        """Elements of all cells."""
+        return sum(map(_numel, self.cells))
+
+    @property
+    def num_moved(self) -> int:
+        """Elements sent by all ranks together, as a ring reduce-scatter does."""
+        return (len(self.ranks) - 1) * self.num_cells
+
+    def receivers(self) -> Iterator[tuple[int, Box]]:
+        """Yield (rank, cell) for each cell."""
+        for rank, part in zip(self.ranks, self.cells, strict=True):
+            yield from ((rank, cell) for cell in part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllToAll:
+    """Every rank of the group sends other cells to every rank.
+
+    Attributes:
+        ranks: The group, in its order.
+        cells: ``cells[i][j]`` goes from rank i of the group to rank j.
+    """
+
+    ranks: Ranks
+    cells: tuple[tuple[tuple[Box, ...], ...], ...]
+
+    @property
+    def num_cells(self) -> int:
+        """Elements of all cells."""
+        return sum(_numel(part) for row in self.cells for part in row)
+
+    @property
+    def num_moved(self) -> int:
+        """Elements sent by all ranks to others."""
+        return sum(cell.numel for sender, to, cell in self.messages() if sender != to)
+
+    def messages(self) -> Iterator[tuple[int, int, Box]]:
+        """Yield (sender, receiver, cell) for each cell."""
+        for sender, row in zip(self.ranks, self.cells, strict=True):
+            for receiver, part in zip(self.ranks, row, strict=True):
+                yield from ((sender, receiver, cell) for cell in part)
+
+
+Collective: TypeAlias = AllReduce | AllGather | ReduceScatter | AllToAll
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStep:
+    """No communication: a rank copies what it holds of its new boxes.
+
+    ::
+
+        Replicate -> Shard          cut       every new element was held
+        Shard -> Partial(sum)       embed     the others are ``fill``
+        Replicate -> Partial(sum)   keep      only ``keepers`` copy, the others hold ``fill``
+
+    Attributes:
+        index: The subgroup whose block the layouts describe; None for the whole tensor.
+        src: Layout before.
+        dst: Layout after.
+        fill: Value of the elements that are not copied; None if there are none.
+        keepers: The ranks that copy; None for all.
+    """
+
+    index: int | None
+    src: Layout
+    dst: Layout
+    fill: float | None = None
+    keepers: Ranks | None = None
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """None."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BottomStep:
+    """One kind of collective along one mesh axis of one subgroup (Sec. 5.1, Fig. 8).
+
+    Attributes:
+        index: The subgroup.
+        axis: The mesh axis whose placement changes.
+        src: Layout of the subgroup's block before, as a spec of one subgroup.
+        dst: Layout of the block after.
+        collectives: One per line of ranks along the axis.
+    """
+
+    index: int
+    axis: int
+    src: Layout
+    dst: Layout
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitAllReduce:
+    """SplitAR (Sec. 5.2): top ``Partial -> Replicate``, one all-reduce per group of holders."""
+
+    src: Layout
+    dst: Layout
+    collectives: tuple[AllReduce, ...]
+    index: None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitReduceScatter:
+    """SplitRS (Sec. 5.2): top ``Partial -> Shard``, one reduce-scatter per group of holders."""
+
+    src: Layout
+    dst: Layout
+    collectives: tuple[ReduceScatter, ...]
+    index: None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitAllGather:
+    """SplitAG (Sec. 5.2): top ``Shard -> Replicate``, one all-gather per group."""
+
+    src: Layout
+    dst: Layout
+    collectives: tuple[AllGather, ...]
+    index: None = None
+
+
+Step: TypeAlias = LocalStep | BottomStep | SplitAllReduce | SplitReduceScatter | SplitAllGather
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedistributePlan:
+    """How a tensor gets from one layout to another: the same value on every rank.
+
+    Attributes:
+        src: Spec before.
+        dst: Spec after.
+        shape: Global shape.
+        src_top_sizes: Exact top extents before.
+        dst_top_sizes: Exact top extents after.
+        steps: To be carried out in order; empty if every rank keeps its local tensor as it is.
+    """
+
+    src: HDSpec
+    dst: HDSpec
+    shape: tuple[int, ...]
+    src_top_sizes: tuple[int, ...] | None
+    dst_top_sizes: tuple[int, ...] | None
+    steps: tuple[Step, ...]
+
+    def __hash__(self) -> int:
+        # The steps follow from the rest, and would cost far more to hash on every look-up.
+        return hash((self.src, self.dst, self.shape, self.src_top_sizes, self.dst_top_sizes))
+
+    def collectives(self) -> Iterator[Collective]:
+        """Yield the collectives of all steps, in the order in which they start."""
+        for step in self.steps:
+            yield from step.collectives
+
+    def rank_sets(self) -> list[Ranks]:
+        """Return the process groups that carrying out the plan needs, sorted, without repeats."""
+        return sorted({collective.ranks for collective in self.collectives()})
+
+    @property
+    def num_moved(self) -> int:
+        """Elements that all ranks together send."""
+        return sum(collective.num_moved for collective in self.collectives())
+
+
+def neutral_element(op: Partial) -> float:
+    """Return the element that changes no sum, product or p-norm."""
+    if getattr(op, "norm_type", 1) < 0:
+        return math.inf
+    return 1 if op.reduce_op == "product" else 0
+
+
+def find_cell(owned: Sequence[OwnedBox], cell: Box) -> tuple[slice, ...]:
+    """Return where a cell lies in the local tensor of a rank that owns ``owned``."""
+    found = [piece for piece in owned if piece.box.contains(cell)]
+    assert found, f"cell {cell} is in none of the boxes {owned}"
+    box, offset = found[0]
+    return cell.slices_from(tuple(b - o for b, o in zip(box.start, offset, strict=True)))
+
+
+def _numel(cells: Sequence[Box]) -> int:
+    return sum(cell.numel for cell in cells)

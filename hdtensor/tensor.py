@@ -1,0 +1,292 @@
+"""``HDTensor``: a tensor that is cut twice, across subgroups of ranks and inside each subgroup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from hdtensor._torch_compat import new_wrapper, no_torch_function
+from hdtensor.collectives import groups
+from hdtensor.errors import SpecError
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.dispatch import dispatch
+from hdtensor.ops.registry import set_tensor_type
+from hdtensor.placements.spec import HDSpec
+
+
+class HDTensor(torch.Tensor):
+    """A ``torch.Tensor`` of the global shape whose values lie in shards on several ranks.
+
+    Every rank runs the same program on it; operators run on the rank's shard, and a rank that holds no part of the
+    operands skips the work. Build one with ``distribute_tensor``, ``HDTensor.from_local`` or
+    ``HDTensor.from_dtensor``; move it with ``redistribute``.
+    """
+
+    __slots__ = ("_local_tensor", "_spec")
+
+    _local_tensor: torch.Tensor
+    _spec: BoundSpec
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+    __torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
+
+    def __new__(
+        cls, local: torch.Tensor, bound: BoundSpec, requires_grad: bool = False
+    ) -> HDTensor:
+        """Wrap a rank's local tensor; ``bound`` must describe it. Users call ``from_local``."""
+        return new_wrapper(cls, local, bound, requires_grad)
+
+    # -- what it is ---------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> HDSpec:
+        """How the tensor is cut."""
+        return self._spec.spec
+
+    @property
+    def top_sizes(self) -> tuple[int, ...] | None:
+        """Exact extent of each subgroup's block along the top ``Shard``'s dim; None without one."""
+        return self._spec.top_sizes
+
+    @property
+    def hdim(self) -> int:
+        """The paper's HDim code: d for a top ``Shard(d)``, -1 for ``Replicate``, -2 for ``Partial``."""
+        return self._spec.spec.hdim
+
+    @property
+    def hsize(self) -> int:
+        """The paper's HSize: the number of subgroups."""
+        return self._spec.spec.num_subgroups
+
+    @property
+    def subgroups(self) -> list[tuple[DeviceMesh, tuple[Placement, ...]]]:
+        """One ``(DeviceMesh, placements)`` per subgroup, the paper's DG and DS unions."""
+        return [(groups.mesh_of(g), g.placements) for g in self._spec.spec.subgroups]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this rank is in one of the subgroups."""
+        return self._spec.index is not None
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        bound = self._spec
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        sizes = "" if bound.top_sizes is None else f", top_sizes={bound.top_sizes}"
+        held = f"local={tuple(self._local_tensor.shape)}" if self.is_local else "not local"
+        return f"HDTensor({tuple(self.shape)}, {str(bound.dtype)[6:]}, {str(bound.spec)!r}{sizes}, {held}{grad})"
+
+    # -- in and out ---------------------------------------------------------------------------------
+
+    def to_local(self) -> torch.Tensor:
+        """Return this rank's local tensor; differentiable.
+
+        Outside every subgroup that is an empty tensor of shape ``(0,)``. A ``Partial`` tensor's local tensor is this
+        rank's term.
+        """
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self._local_tensor.view_as(self._local_tensor)
+        return _ToLocal.apply(self)
+
+    def to_dtensor(self, grad_top: Placement | None = None) -> DTensor | None:
+        """Return this rank's subgroup as a ``DTensor`` of its block: the top tier's ``to_local``; differentiable.
+
+        Args:
+            grad_top: Top placement of the gradient that comes back for a top ``Replicate`` or ``Partial`` tensor.
+                Default ``Replicate()``: every subgroup computes the same gradient. Pass ``Partial()`` where subgroups
+                contribute different terms.
+
+        Returns:
+            None on a rank outside every subgroup: a DTensor has no such rank.
+        """
+        if not self.is_local:
+            return None
+        grad_top = Replicate() if grad_top is None else grad_top
+        return _ToDTensor.apply(self, grad_top)
+
+    def redistribute(
+        self, spec: HDSpec | str, *, top_sizes: Sequence[int] | None = None
+    ) -> HDTensor:
+        """Bring the tensor to another spec; differentiable. Every rank of the plan calls it.
+
+        The gradient comes back in this tensor's spec, with ``Partial`` turned into ``Replicate``.
+
+        Args:
+            spec: The new spec, or its short text.
+            top_sizes: Exact extents of a top ``Shard``; default: by the spec's ratio, or unchanged where the top
+                placement stays.
+
+        Raises:
+            SpecError: If the spec does not fit the tensor.
+            RedistributeError: If no plan for this pair of specs exists yet.
+        """
+        spec = as_spec(spec)
+        dst = BoundSpec.bind(
+            spec, self.shape, self._spec.stride, self.dtype, _sizes(self._spec, spec, top_sizes)
+        )
+        return torch.ops.hdtensor.redistribute(self, dst.spec.id, dst.top_sizes)
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the whole tensor on every rank of the world, also those that hold nothing; differentiable.
+
+        Every rank calls it.
+        """
+        from hdtensor.api.collect import full_tensor  # noqa: PLC0415 - the api builds on this type
+
+        return full_tensor(self)
+
+    @staticmethod
+    def from_local(
+        local: torch.Tensor,
+        spec: HDSpec | str,
+        *,
+        shape: Sequence[int] | None = None,
+        top_sizes: Sequence[int] | None = None,
+        check: bool = True,
+    ) -> HDTensor:
+        """Build a tensor from every rank's shard; differentiable. See ``api.local.from_local``."""
+        from hdtensor.api.local import from_local  # noqa: PLC0415 - the api builds on this type
+
+        return from_local(local, spec, shape=shape, top_sizes=top_sizes, check=check)
+
+    @staticmethod
+    def from_dtensor(
+        dtensor: DTensor | None,
+        spec: HDSpec | str | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        top_sizes: Sequence[int] | None = None,
+    ) -> HDTensor:
+        """Build a tensor from each subgroup's ``DTensor``; differentiable. See ``api.local.from_dtensor``."""
+        from hdtensor.api.local import from_dtensor  # noqa: PLC0415 - the api builds on this type
+
+        return from_dtensor(dtensor, spec, shape=shape, dtype=dtype, top_sizes=top_sizes)
+
+    # -- torch protocols ----------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], BoundSpec]:
+        return ["_local_tensor"], self._spec
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], bound: BoundSpec, outer_size: Any, outer_stride: Any
+    ) -> HDTensor:
+        return new_wrapper(HDTensor, inner["_local_tensor"], bound, False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HDTensor:
+        if not self.is_leaf:
+            raise RuntimeError(
+                "only tensors that are leaves of the graph can be copied deeply; detach() the tensor first."
+            )
+        copied: Any = memo.get(id(self))
+        if copied is None:
+            copied = new_wrapper(
+                HDTensor, self._local_tensor.detach().clone(), self._spec, self.requires_grad
+            )
+            memo[id(self)] = copied
+            if isinstance(self, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied.detach(), self.requires_grad)
+                memo[id(self)] = copied
+            if self.grad is not None:
+                copied.grad = self.grad.__deepcopy__(memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (
+            self._local_tensor,
+            self._spec,
+            self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
+        )
+
+
+set_tensor_type(HDTensor)
+
+
+def _rebuild(local: torch.Tensor, bound: BoundSpec, requires_grad: bool, is_parameter: bool) -> Any:
+    if bound.local_shape() != tuple(local.shape):
+        raise SpecError(
+            f"this shard of shape {tuple(local.shape)} was saved by another rank than {bound.rank}, whose "
+            f"shard of {bound} has shape {bound.local_shape()}. Load the file of this rank."
+        )
+    tensor: Any = new_wrapper(HDTensor, local, bound, requires_grad and not is_parameter)
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
+
+
+def as_spec(spec: HDSpec | str) -> HDSpec:
+    """Return a spec given as one or as its short text.
+
+    Raises:
+        SpecError: On anything else.
+    """
+    if isinstance(spec, HDSpec):
+        return spec
+    if isinstance(spec, str):
+        return HDSpec.from_text(spec)
+    raise SpecError(
+        f"a spec is an HDSpec or its short text, got {spec!r} of type {type(spec).__name__}."
+    )
+
+
+def _sizes(bound: BoundSpec, spec: HDSpec, top_sizes: Sequence[int] | None) -> Sequence[int] | None:
+    """Keep the exact extents where the top cut stays."""
+    same = spec.top == bound.spec.top and spec.num_subgroups == bound.spec.num_subgroups
+    if top_sizes is None and same and spec.top_ratio == bound.spec.top_ratio:
+        return bound.top_sizes
+    return top_sizes
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: HDTensor) -> torch.Tensor:
+        ctx.bound = tensor._spec
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> HDTensor:
+        return new_wrapper(HDTensor, grad, gradient_bound(ctx.bound), False)
+
+
+def gradient_bound(bound: BoundSpec) -> BoundSpec:
+    """Return the layout of a gradient that comes back into a tensor: ``Partial`` becomes ``Replicate``."""
+    spec = bound.spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)
+    if isinstance(spec.top, Partial):
+        spec = spec.replace(top=Replicate())
+    return BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, bound.top_sizes)
+
+
+class _ToDTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: HDTensor, grad_top: Placement) -> DTensor:
+        bound = tensor._spec
+        index = bound.index
+        assert index is not None, "to_dtensor is called on local ranks only"
+        ctx.bound, ctx.grad_top = bound, grad_top
+        group = bound.spec.subgroups[index]
+        return DTensor.from_local(
+            tensor._local_tensor,
+            groups.mesh_of(group),
+            group.placements,
+            run_check=False,
+            shape=torch.Size(bound.block_shape(index)),
+            stride=bound.block_stride(index),
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[HDTensor, None]:
+        bound = gradient_bound(ctx.bound)
+        index = bound.index
+        assert index is not None, "a gradient comes back where the DTensor went out"
+        wanted = bound.spec.subgroups[index].placements
+        if grad.placements != wanted:
+            grad = grad.redistribute(placements=wanted)
+        spec = bound.spec
+        if not bound.top_sizes:
+            spec = spec.replace(top=ctx.grad_top)
+        out = BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, bound.top_sizes)
+        return new_wrapper(HDTensor, grad.to_local(), out, False), None
