@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,12 +112,17 @@ def state_of(model: nn.Module) -> ParallelState:
     return state
 
 
-def distribute_batch(model: nn.Module, batch: Any) -> Any:
+def distribute_batch(
+    model: nn.Module, batch: Any, *, keep_plain: Collection[str] = ("attention_mask",)
+) -> Any:
     """Cut a batch as the model's plan says: dim 0 in the pipelines' shares.
 
     Args:
         model: A parallelized model.
-        batch: A tensor, or a mapping, list or tuple of them; the same whole batch on every rank. Other values pass.
+        batch: A tensor, or a mapping, list or tuple of them; the same whole batch on every rank. Other
+            values pass.
+        keep_plain: Names in mappings that stay plain tensors. Hugging Face models read attention masks on
+            the host to see whether they mask at all; the model's forward takes their part by itself.
 
     Returns:
         The same structure of ``HDTensor``s.
@@ -128,7 +133,7 @@ def distribute_batch(model: nn.Module, batch: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.ndim:
             return distribute_tensor(value, spec, src_data_rank=None)
         if isinstance(value, Mapping):
-            return {k: cut(v) for k, v in value.items()}
+            return {k: v if k in keep_plain else cut(v) for k, v in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(cut(v) for v in value)
         return value

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor.errors import SpecError
-from hdtensor.placements import Box, HDSpec, Subgroup, cells, check_top_sizes, checks, owners
+from hdtensor.placements import Box, HDSpec, Subgroup, check_top_sizes, checks, owners
 
 
 class Region(NamedTuple):
@@ -69,19 +70,30 @@ def regions(
     """
     shape = check_shape(shape)
     pieces_of = owners(spec, shape, check_top_sizes(spec, shape, top_sizes))
-    ranks_of: defaultdict[Box, list[int]] = defaultdict(list)
-    for rank in spec.ranks if subgroup is None else spec.subgroups[subgroup].ranks:
-        for piece in pieces_of[rank]:
-            ranks_of[piece.box].append(rank)
-    found: dict[tuple[Box, ...], Box] = {}
-    for cell in cells(ranks_of):
-        around = tuple(box for box in ranks_of if box.contains(cell))
-        found[around] = _hull(found.get(around, cell), cell)
-    out = []
-    for around, box in found.items():
-        ranks = tuple(sorted(rank for outer in around for rank in ranks_of[outer]))
-        out.append(Region(box, ranks, _label(spec, ranks)))
-    return tuple(sorted(out))
+    tilings = []  # what each subgroup cuts, box by box
+    for group in spec.subgroups if subgroup is None else (spec.subgroups[subgroup],):
+        ranks_of: defaultdict[Box, tuple[int, ...]] = defaultdict(tuple)
+        for rank in group.ranks:
+            for piece in pieces_of[rank]:
+                ranks_of[piece.box] += (rank,)
+        tilings.append(ranks_of)
+    if isinstance(spec.top, Shard):  # blocks have nothing in common
+        held = [part for tiling in tilings for part in tiling.items()]
+    else:
+        held = functools.reduce(_overlay, (list(tiling.items()) for tiling in tilings))
+    return tuple(sorted(Region(box, *_holders(spec, ranks)) for box, ranks in held))
+
+
+def _overlay(
+    one: list[tuple[Box, tuple[int, ...]]], other: list[tuple[Box, tuple[int, ...]]]
+) -> list[tuple[Box, tuple[int, ...]]]:
+    """Return the common parts of two ways to cut the same tensor, with the holders of both."""
+    return [
+        (common, ranks + others)
+        for box, ranks in one
+        for second, others in other
+        if (common := box.intersect(second)) is not None
+    ]
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -126,18 +138,15 @@ def fit_sizes(
     return sizes
 
 
-def _hull(one: Box, other: Box) -> Box:
-    return Box(tuple(map(min, one.start, other.start)), tuple(map(max, one.stop, other.stop)))
-
-
-def _label(spec: HDSpec, ranks: Sequence[int]) -> str:
+def _holders(spec: HDSpec, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+    """Return the ranks in ascending order, and how they make up the value."""
     by_group: defaultdict[int, list[int]] = defaultdict(list)
     for rank in ranks:
         index = spec.index_of(rank)
         assert index is not None, f"rank {rank} owns a part of {spec} but is outside it"
         by_group[index].append(rank)
     terms = [_bottom(spec.subgroups[index], held, 0) for index, held in sorted(by_group.items())]
-    return _combine(spec.top, terms).text
+    return tuple(sorted(ranks)), _combine(spec.top, terms).text
 
 
 def _bottom(group: Subgroup, ranks: Sequence[int], axis: int) -> _Holders:

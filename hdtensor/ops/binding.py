@@ -63,8 +63,8 @@ class Binding:
         return BoundSpec.of(spec, meta.shape, meta.stride, meta.dtype, sizes)
 
     def _check_mutated(self) -> None:
-        if self.mutated is None:
-            return
+        if self.mutated is None or isinstance(self.call.args[self.mutated], list):
+            return  # lists are checked element by element, in ``foreach``
         path = (self.mutated,)
         own = self.call.specs.get(path)
         out = self.outs[0] if self.outs else None

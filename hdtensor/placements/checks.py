@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -42,9 +44,21 @@ def int_tuple(name: str, values: Iterable[int]) -> tuple[int, ...]:
     out = []
     for value in values:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise SpecError(f"{name} must hold integers, got {value!r} in {values!r}.")
+            raise SpecError(f"{name} must hold integers, got {value!r} in {shown(values)}.")
         out.append(operator.index(value))
     return tuple(out)
+
+
+def shown(values: Any, most: int = 16) -> str:
+    """Return a sequence for a message, cut short where it is long.
+
+    >>> shown(range(100), most=3)
+    '[0, 1, 2, ... 100 in all]'
+    """
+    if isinstance(values, Sized) and len(values) > most:
+        head = ", ".join(map(repr, itertools.islice(values, most)))  # type: ignore[call-overload]
+        return f"[{head}, ... {len(values)} in all]"
+    return repr(values)
 
 
 def check_ranks(ranks: tuple[int, ...]) -> None:
@@ -56,10 +70,12 @@ def check_ranks(ranks: tuple[int, ...]) -> None:
     if not ranks:
         raise SpecError("a subgroup needs at least one rank, got none. Leave the subgroup out.")
     if min(ranks) < 0:
-        raise SpecError(f"ranks are global and start at 0, got {min(ranks)} in {ranks}.")
+        raise SpecError(f"ranks are global and start at 0, got {min(ranks)} in {shown(ranks)}.")
     if len(set(ranks)) != len(ranks):
-        twice = sorted({r for r in ranks if ranks.count(r) > 1})
-        raise SpecError(f"ranks must not repeat, got {twice} more than once in {ranks}.")
+        twice = sorted(rank for rank, times in Counter(ranks).items() if times > 1)
+        raise SpecError(
+            f"ranks must not repeat, got {shown(twice)} more than once in {shown(ranks)}."
+        )
 
 
 def check_mesh(
@@ -75,7 +91,7 @@ def check_mesh(
     if math.prod(mesh_shape) != len(ranks):
         raise SpecError(
             f"mesh_shape {mesh_shape} holds {math.prod(mesh_shape)} ranks, "
-            f"but {len(ranks)} were given: {ranks}."
+            f"but {len(ranks)} were given: {shown(ranks)}."
         )
     for placement in placements:
         check_placement(placement)
@@ -157,10 +173,10 @@ def check_ratio(top_ratio: tuple[int, ...], top: Placement, num_subgroups: int) 
         raise SpecError(f"top_ratio {top_ratio} needs a top Shard, but top is {top}.")
     if len(top_ratio) != num_subgroups:
         raise SpecError(
-            f"top_ratio needs one part per subgroup: {num_subgroups} subgroups, got {top_ratio}."
+            f"top_ratio needs one part per subgroup: {num_subgroups} subgroups, got {shown(top_ratio)}."
         )
     if min(top_ratio) < 0 or not any(top_ratio):
-        raise SpecError(f"top_ratio parts must be >= 0 and not all 0, got {top_ratio}.")
+        raise SpecError(f"top_ratio parts must be >= 0 and not all 0, got {shown(top_ratio)}.")
 
 
 def placement_text(placement: Placement) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 
 from torch.distributed.tensor import Replicate, Shard
@@ -107,11 +108,12 @@ def _points(
     is_cut: dict[tuple[Hashable, ...], bool] = {}
     by_layer = layer_sites(pipelines)
     modules = model.layer_modules
+    begins = {b for a, b in itertools.pairwise(modules) if by_layer[a] != by_layer[b]}
     activation = functools.cache(functools.partial(activation_spec, pipelines))
     for use in uses:
         spec = activation(use.site)
         wanted: list[RedistributePoint] = []
-        if use.layer and by_layer[use.layer] != by_layer[use.layer - 1]:
+        if use.layer is not None and use.layer in begins:
             wanted += (
                 RedistributePoint(module=module, side="input", kind="stage", spec=spec)
                 for module in modules[use.layer]

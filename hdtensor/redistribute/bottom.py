@@ -25,6 +25,7 @@ from hdtensor.redistribute.steps import (
     Ranks,
     ReduceScatter,
     Step,
+    is_kept_by_all,
     neutral_element,
 )
 
@@ -186,7 +187,7 @@ class _Walk:
     def _keep(self, axis: int, src: Layout, dst: Layout) -> Step | None:
         op = self.want[axis]
         assert isinstance(op, Partial), f"only a Partial is left to make, not {op}"
-        if op.reduce_op in ("avg", "max", "min"):
+        if is_kept_by_all(op):
             return None
         group = self.subgroup
         first = tuple(rank for rank in group.ranks if group.coordinate(rank)[axis] == 0)

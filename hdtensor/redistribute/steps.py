@@ -291,6 +291,11 @@ class RedistributePlan:
         return sum(collective.num_moved for collective in self.collectives())
 
 
+def is_kept_by_all(op: Partial) -> bool:
+    """Return whether equal terms reduce to the term, so that every rank may keep a replicated value."""
+    return op.reduce_op in ("avg", "max", "min")
+
+
 def neutral_element(op: Partial) -> float:
     """Return the element that changes no sum, product or p-norm."""
     if getattr(op, "norm_type", 1) < 0:

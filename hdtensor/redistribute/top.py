@@ -33,6 +33,7 @@ from hdtensor.redistribute.steps import (
     SplitAllReduce,
     SplitReduceScatter,
     Step,
+    is_kept_by_all,
     neutral_element,
 )
 
@@ -66,7 +67,7 @@ def top_steps(src: Layout, dst: Layout) -> tuple[Step, ...] | None:
     bottom_partial = any(group.has_partial() for group in src.spec.subgroups)
     match src.spec.top, dst.spec.top:
         case Replicate(), Shard():
-            return (cut(src, dst),) if is_within(dst, src) else None
+            return (LocalStep(index=None, src=src, dst=dst),) if is_within(dst, src) else None
         case _ if bottom_partial:
             return None
         case Partial(), Replicate():
@@ -92,22 +93,15 @@ def is_within(inner: Layout, outer: Layout) -> bool:
     )
 
 
-def cut(src: Layout, dst: Layout, index: int | None = None) -> LocalStep:
-    """Return the step in which every rank copies its new boxes out of its old ones."""
-    return LocalStep(index=index, src=src, dst=dst)
-
-
-def keep(
-    src: Layout, dst: Layout, op: Partial, first: Ranks, index: int | None = None
-) -> tuple[Step, ...]:
+def keep(src: Layout, dst: Layout, op: Partial, first: Ranks) -> tuple[Step, ...]:
     """Return the step ``Replicate -> Partial``: sum and product keep the value on ``first`` only.
 
     An average, maximum or minimum of equal terms is the term: then every rank keeps its own.
     """
-    if op.reduce_op in ("avg", "max", "min"):
+    if is_kept_by_all(op):
         return ()
     fill = neutral_element(op)
-    return (LocalStep(index=index, src=src, dst=dst, fill=fill, keepers=first),)
+    return (LocalStep(index=None, src=src, dst=dst, fill=fill, keepers=first),)
 
 
 def embed(src: Layout, dst: Layout, op: Partial) -> tuple[Step, ...] | None:

@@ -113,6 +113,13 @@ def test_stage_points_are_the_inputs_of_layers_where_some_stage_begins():
     ]
 
 
+def test_a_stage_that_begins_at_a_layer_without_parameters_has_its_point_at_the_next():
+    names = ["layers.0.w", "layers.2.w"]
+    model = ModelDescription(parameters=tuple(ParameterDescription(n, (2,)) for n in names))
+    plan = StrategyPlan(pipelines=(pipeline(((0,), 0), ((1,), 2)),)).expand(model)
+    assert [(p.module, str(p.spec)) for p in plan.points] == [("layers.2", "R / 1:R")]
+
+
 def test_tp_points_are_around_columns_and_behind_rows():
     plan = two_unlike(last=0).expand(llama(num_layers=1))
     layer = "model.layers.0."
@@ -258,8 +265,8 @@ def test_users_patterns_come_first_and_the_rest_is_replicated_and_listed():
     ]
     with pytest.raises(PlanError, match=r"'blocks\.0\.scale' is a scalar"):
         two_unlike(last=0).expand(model, patterns=[("scale", "column")])
-    with pytest.raises(PlanError, match=r"role 'colum'; allowed: column, heads"):
-        two_unlike(last=0).expand(model, patterns=[("scale", "colum")])
+    with pytest.raises(PlanError, match=r"role 'columns'; allowed: column, heads"):
+        two_unlike(last=0).expand(model, patterns=[("scale", "columns")])
     with pytest.raises(PlanError, match=r"patterns\[0\] must be a Pattern or \(glob, role\)"):
         two_unlike(last=0).expand(model, patterns=["scale"])
 

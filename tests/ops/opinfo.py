@@ -1,0 +1,352 @@
+"""PyTorch's OpInfo database on ``HDTensor``s: every operator, sample and layout against plain torch.
+
+``run_ops`` is a job for four gloo ranks. It runs each *case* (operator, layout, sample) forward and backward and
+returns one ``Outcome`` for it. Ranks agree on every step, so that a rank that refuses alone is found and does not hang
+the others. Samples, layouts and gradients are drawn from seeds named after the case: all ranks and all runs draw alike.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+import random
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor as dtensor_distribute
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+import hdtensor
+from hdtensor import HDTensor
+from hdtensor.errors import HDTensorError
+from tests.ops.layouts import LAYOUTS, dtensor_mesh_and_placements, layout_of
+from tests.ops.outcomes import CRASH, REFUSED, RIGHT, WRONG, Case, Outcome
+
+
+WORLD_SIZE = 4
+AGREE_SECONDS = 30
+RTOL, ATOL = 1e-3, 1e-4
+
+#: Operators whose values are whatever the memory held.
+SHAPE_ONLY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"}
+SHAPE_ONLY |= {"new_empty_strided"}
+
+#: Operators that are about a Python process and not about values.
+LEFT_OUT = {"item", "equal"}
+
+
+@functools.cache
+def ops() -> dict[str, Any]:
+    """Return the operators that take float32 on CPU, by name and variant."""
+    named = {o.full_name: o for o in op_db if torch.float32 in o.supported_dtypes("cpu")}
+    return {name: op for name, op in sorted(named.items()) if name not in LEFT_OUT}
+
+
+def run_ops(
+    rank: int,
+    names: list[str],
+    layouts: list[str],
+    max_samples: int,
+    skip: frozenset[Case] = frozenset(),
+    journal: str | None = None,
+) -> list[Outcome]:
+    """Run all cases of the named operators; a job for ``run_world``.
+
+    Args:
+        rank: This rank.
+        names: Operators, keys of ``ops()``.
+        layouts: Keys of ``LAYOUTS``.
+        max_samples: Most samples of an operator; they are taken evenly from its list.
+        skip: Cases that are known to end the processes.
+        journal: File to which rank 0 writes every case before it runs and every outcome.
+    """
+    warnings.simplefilter("ignore")
+    write = _journal(journal) if rank == 0 else lambda _: None
+    outcomes = []
+    for name in names:
+        for number in _sample_numbers(name, max_samples):
+            for layout in layouts:
+                case = Case(name, layout, number)
+                if case in skip:
+                    continue
+                write({"start": dataclasses.asdict(case)})
+                outcome = run_case(rank, case)
+                if outcome is not None:
+                    outcomes.append(outcome)
+                    write({"outcome": dataclasses.asdict(outcome)})
+    return outcomes
+
+
+def _journal(path: str | None) -> Callable[[Any], None]:
+    if path is None:
+        return lambda _: None
+
+    def write(entry: Any) -> None:
+        with Path(path).open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    return write
+
+
+# -- samples ------------------------------------------------------------------------------------------
+
+
+def seed(*words: Any) -> random.Random:
+    """Seed every generator that samples draw from by what the words say."""
+    number = zlib.crc32(repr(words).encode())
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+    return random.Random(number)
+
+
+@functools.lru_cache(maxsize=2)
+def _samples(name: str) -> list[Any]:
+    op = ops()[name]
+    seed(name)
+    return list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
+
+
+def _sample_numbers(name: str, most: int) -> list[int]:
+    try:
+        num = len(_samples(name))
+    except Exception:  # a sample function of the database that does not run on this machine
+        return []
+    return sorted({i * num // most for i in range(min(num, most))} if num > most else range(num))
+
+
+def _fresh(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+# -- one case -------------------------------------------------------------------------------------------
+
+
+class _Stop(Exception):
+    """Ends a case with an outcome that all ranks agree on."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind, self.text = kind, text
+
+
+def run_case(rank: int, case: Case) -> Outcome | None:
+    """Run one case; None if plain torch does not run the sample, or it has no tensor."""
+    op, sample = ops()[case.op], _samples(case.op)[case.sample]
+    leaves, structure = tree_flatten((sample.input, sample.args, sample.kwargs))
+    if not any(map(_is_tensor, leaves)) or any(map(_is_unusable, leaves)):
+        return None
+
+    def call(values: list[Any]) -> list[Any]:
+        first, args, kwargs = tree_unflatten(values, structure)
+        return tree_leaves(sample.output_process_fn_grad(op(first, *args, **kwargs)))
+
+    plain = list(map(_fresh, leaves))
+    try:
+        seed(case, "oracle")
+        wanted = call(plain)
+        seed(case, "other")
+        again = call(list(map(_fresh, leaves)))
+    except Exception:
+        return None
+    is_random = any(
+        map(_differ, wanted, again) if case.op not in SHAPE_ONLY else [False]
+    )
+    place = functools.partial(_distribute, case, leaves)
+    phase = "forward"
+    try:
+        if is_random:
+            plain = _agreed(lambda: place(layout=LAYOUTS["whole"]))
+            wanted = _agreed(lambda: _seeded(case, call, plain))
+            wanted = _agreed(lambda: [_full(w) for w in wanted])
+        operands = _agreed(lambda: place(layout=layout_of(case.layout)))
+        got = _agreed(lambda: _seeded(case, call, operands))
+        _agreed(lambda: _compare(case, got, wanted))
+        phase = "backward"
+        if op.supports_autograd and not is_random and case.op not in SHAPE_ONLY:
+            _check_backward(case, plain, wanted, operands, got)
+    except _Stop as stop:
+        return Outcome(case, stop.kind, phase, stop.text)
+    return Outcome(case, RIGHT, phase)
+
+
+def _is_unusable(value: Any) -> bool:
+    """Sparse, quantized and such tensors are no subject here."""
+    return _is_tensor(value) and (value.layout != torch.strided or value.is_quantized)
+
+
+def _seeded(case: Case, call: Callable[[list[Any]], list[Any]], values: list[Any]) -> list[Any]:
+    seed(case, "oracle")
+    return call(values)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if not _is_tensor(a) or a.layout != torch.strided:
+        return False
+    return a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _distribute(case: Case, leaves: list[Any], *, layout: Any) -> list[Any]:
+    draw = seed(case.op, case.sample, "layout")
+    first = next((v for v in leaves if _is_cuttable(v)), None)
+    out = []
+    for value in leaves:
+        if not _is_tensor(value):
+            out.append(value)
+            continue
+        value = _fresh(value)
+        spec = layout(value, first, draw)
+        if case.layout.startswith("dtensor") and layout is not LAYOUTS["whole"]:
+            mesh, placements = dtensor_mesh_and_placements(spec)
+            out.append(dtensor_distribute(value, mesh, placements, src_data_rank=None))
+        else:
+            out.append(hdtensor.distribute_tensor(value, spec, src_data_rank=None))
+    return [_leaf(value) for value in out]
+
+
+def _leaf(value: Any) -> Any:
+    if not _is_tensor(value) or value.is_leaf:
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _is_cuttable(value: Any) -> bool:
+    return _is_tensor(value) and value.is_floating_point() and value.ndim > 0
+
+
+def _full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, HDTensor | DTensor) else value
+
+
+def _check_backward(
+    case: Case, plain: list[Any], wanted: list[Any], operands: list[Any], got: list[Any]
+) -> None:
+    pairs = [(w, g) for w, g in zip(wanted, got, strict=True) if _is_tensor(w) and w.requires_grad]
+    inputs = [(p, o) for p, o in zip(plain, operands, strict=True) if _is_tensor(p) and p.requires_grad]
+    if not pairs or not inputs:
+        return
+    seed(case.op, case.sample, "gradients")
+    weights = [torch.randn_like(w) for w, _ in pairs]
+    try:
+        sum((w * k).sum().abs() for (w, _), k in zip(pairs, weights, strict=True)).backward()
+    except Exception:
+        return  # plain torch has no gradient here
+
+    def backward() -> None:
+        loss = sum((_full(g) * k).sum().abs() for (_, g), k in zip(pairs, weights, strict=True))
+        loss.backward()
+
+    def compare() -> None:
+        for p, o in inputs:
+            if p.grad is None or o.grad is None:
+                if (p.grad is None) != (o.grad is None):
+                    zero = p.grad if o.grad is None else _full(o.grad)
+                    if torch.count_nonzero(zero):
+                        raise _Stop(WRONG, f"gradient is {o.grad}, not {p.grad}")
+                continue
+            _close(_full(o.grad), p.grad, f"gradient of {o!r}")
+
+    _agreed(backward)
+    _agreed(compare)
+
+
+def _compare(case: Case, got: list[Any], wanted: list[Any]) -> None:
+    if len(got) != len(wanted):
+        raise _Stop(WRONG, f"{len(got)} results, not {len(wanted)}")
+    for number, (g, w) in enumerate(zip(got, wanted, strict=True)):
+        if not _is_tensor(w):
+            if g != w and not (g != g and w != w):
+                raise _Stop(WRONG, f"result {number} is {g!r}, not {w!r}")
+            continue
+        if w.layout != torch.strided:
+            continue
+        shape_only = case.op in SHAPE_ONLY
+        _close(_full(g), w, f"result {number}, {g!r}", shape_only=shape_only)
+
+
+def _close(got: torch.Tensor, want: torch.Tensor, what: str, shape_only: bool = False) -> None:
+    got, want = got.detach(), want.detach()
+    if (got.shape, got.dtype) != (want.shape, want.dtype):
+        raise _Stop(
+            WRONG, f"{what}: {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+        )
+    if shape_only:
+        return
+    finite = want.nan_to_num(posinf=0.0, neginf=0.0) if want.dtype.is_floating_point else want
+    scale = finite.abs().max().item() if want.numel() and want.dtype.is_floating_point else 1.0
+    try:
+        torch.testing.assert_close(
+            got, want, rtol=RTOL, atol=ATOL * max(1.0, scale), equal_nan=True
+        )
+    except AssertionError as error:
+        lines = [line for line in str(error).splitlines() if line][:3]
+        raise _Stop(WRONG, f"{what}: {' '.join(lines)}") from error
+
+
+# -- agreement --------------------------------------------------------------------------------------------
+
+
+def _agreed(step: Callable[[], Any]) -> Any:
+    """Run a step on every rank and return its value; stop the case on all ranks if one rank's raised.
+
+    Ranks that raise unlike errors are a crash, whatever the errors are: without this wait they would hang.
+    """
+    value, kind, text = None, RIGHT, ""
+    try:
+        value = step()
+    except _Stop as stop:
+        kind, text = stop.kind, stop.text
+    except HDTensorError as error:
+        kind, text = REFUSED, f"{type(error).__name__}: {error}"
+    except Exception as error:
+        kind, text = CRASH, _describe(error)
+    kinds = _everyone(kind)
+    if set(kinds) == {RIGHT}:
+        return value
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, text, group=_agreement_group())
+    if len(set(kinds)) == 1 or WRONG in kinds:
+        at = kinds.index(WRONG) if WRONG in kinds else 0
+        raise _Stop(kinds[at], said[at] if at == 0 else f"rank {at}: {said[at]}")
+    listing = "; ".join(f"rank {r}: {k} {t[:300]}" for r, (k, t) in enumerate(zip(kinds, said)))
+    raise _Stop(CRASH, f"ranks disagree: {listing}")
+
+
+_KINDS = (RIGHT, REFUSED, WRONG, CRASH)
+
+
+def _everyone(kind: str) -> list[str]:
+    codes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    codes[dist.get_rank()] = _KINDS.index(kind)
+    dist.all_reduce(codes, group=_agreement_group())
+    return [_KINDS[code] for code in codes.tolist()]
+
+
+@functools.cache
+def _agreement_group() -> Any:
+    timeout = datetime.timedelta(seconds=AGREE_SECONDS)
+    return dist.new_group(backend="gloo", timeout=timeout)
+
+
+def _describe(error: Exception) -> str:
+    """Return the error and the innermost frames of this repository."""
+    frames, tb = [], error.__traceback__
+    while tb is not None:
+        code = tb.tb_frame.f_code
+        frames.append(f"{Path(code.co_filename).name}:{tb.tb_lineno} {code.co_name}")
+        tb = tb.tb_next
+    message = str(error).splitlines()[0][:300] if str(error) else ""
+    return f"{type(error).__name__}: {message} [{' < '.join(reversed(frames[-6:]))}]"
