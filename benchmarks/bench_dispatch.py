@@ -23,7 +23,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import bench_caches
+import bench_layer
 import bench_ops
+import bench_pruned
+import bench_step
 import processes
 import torch
 from report import Row, machine, markdown, text_table, write_page
@@ -34,8 +38,33 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "dispatc
 
 Section = Callable[[Settings], list[Row]]
 
+
+def _layer(settings: Settings) -> list[Row]:
+    cases = [(kind, size) for kind in ("TP", "DP") for size in (1, 2)]
+    return [row for kind, size in cases for row in processes.run(bench_layer.measure, size, kind, settings)]
+
+
+def _shapes(settings: Settings) -> list[Row]:
+    parts = (bench_caches.measure_keys, bench_caches.measure_lengths)
+    return [row for part in parts for row in processes.run(part, 1, settings)]
+
+
+def _first_step(settings: Settings) -> list[Row]:
+    times: dict[str, float] = {}
+    for _ in range(settings.scaled(3)):
+        for side in ("dtensor", "op by op", "region"):
+            found = processes.run(bench_caches.measure_first_step, 1, side)
+            times[side] = min(found, times.get(side, found))
+    return bench_caches.first_step_rows(times)
+
+
 SECTIONS: Mapping[str, Section] = {
     "ops": lambda settings: processes.run(bench_ops.measure, 1, settings),
+    "layer": _layer,
+    "pruned": lambda settings: processes.run(bench_pruned.measure, 2, settings),
+    "shapes": _shapes,
+    "first": _first_step,
+    "step": lambda settings: [r for n in (1, 2) for r in processes.run(bench_step.measure, n, settings)],
 }
 
 

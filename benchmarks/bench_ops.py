@@ -68,7 +68,7 @@ def sides(mesh: DeviceMesh) -> dict[str, Operands]:
 def record_gradients(all_operands: Mapping[str, Operands], is_on: bool) -> None:
     """Turn gradient recording of every operand but ``c`` on or off.
 
-    ``add_`` writes to ``c``, so with recording ``b`` is detached there by ``no_grad`` at the caller's.
+    A leaf that requires grad cannot be written to; ``c`` gets its history from ``b``.
     """
     for each in all_operands.values():
         for name, tensor in each.items():

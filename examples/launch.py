@@ -73,6 +73,17 @@ def is_first() -> bool:
     return not is_launched() or os.environ["RANK"] == "0"
 
 
+def complain(text: str) -> None:
+    """Print an error that every process has, once.
+
+    The others wait: a launcher ends all processes, the first too, as soon as one has ended.
+    """
+    if is_first():
+        print(text, file=sys.stderr, flush=True)
+    else:
+        time.sleep(GRACE_SECONDS)
+
+
 def world_size(default: int) -> int:
     """Return how many ranks ``run`` will have."""
     return int(os.environ["WORLD_SIZE"]) if is_launched() else default
@@ -144,9 +155,7 @@ def _run_forked(job: Job) -> Any:
                 process.join()
 
 
-def _collect(
-    job: Job, processes: list[BaseProcess], replies: list[Connection]
-) -> dict[int, Any]:
+def _collect(job: Job, processes: list[BaseProcess], replies: list[Connection]) -> dict[int, Any]:
     """Return what each rank returned; give the others a moment once one has failed."""
     waiting = dict(zip(replies, range(job.num_ranks), strict=True))
     deadline = time.monotonic() + job.time_limit + GRACE_SECONDS

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn
 from torch import Tensor, nn
@@ -20,8 +21,14 @@ from hdtensor.plan import ExpandedPlan
 
 #: Lines of progress where the output is no terminal.
 NUM_LINES = 10
+#: Steps over which the rate is taken.
+RATE_STEPS = 10
 #: Parameters in the picture, by the end of their names: cut by rows, by columns, by vocabulary.
-PICTURED = ("layers.0.self_attn.q_proj.weight", "layers.0.self_attn.o_proj.weight", "lm_head.weight")
+PICTURED = (
+    "layers.0.self_attn.q_proj.weight",
+    "layers.0.self_attn.o_proj.weight",
+    "lm_head.weight",
+)
 IGNORED = -100
 
 
@@ -104,14 +111,15 @@ class Progress:
         self.num_steps = num_steps
         self.losses: list[float] = []
         self.work = dict.fromkeys(range(layout.num_ranks), 0.0)
-        self._num_tokens = 0
-        self._started = time.perf_counter()
+        #: Seconds and tokens of the last steps, for a rate without the slow first step.
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS)
+        self._clock = time.perf_counter()
         self._is_shown = is_shown
         self._is_moving = is_shown and sys.stdout.isatty()
         self._bar = RichProgress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(20),
+            BarColumn(10),
             TextColumn("{task.description}"),
             disable=not self._is_moving,
             auto_refresh=False,
@@ -139,43 +147,55 @@ class Progress:
     def advance(self, loss: float, labels: Tensor) -> None:
         """Count a step and show it."""
         self.losses.append(loss)
-        self._num_tokens += num_tokens(labels)
+        now = time.perf_counter()
+        self._recent.append((now - self._clock, num_tokens(labels)))
+        self._clock = now
         for rank, part in self.layout.work(labels).items():
             self.work[rank] += part
         step = len(self.losses)
         if not self._is_shown:
             return
-        rate = self._num_tokens / (time.perf_counter() - self._started)
+        seconds, tokens = map(sum, zip(*self._recent, strict=True))
         shares = " ".join(f"{100 * part:.0f}" for part in self.shares.values())
-        text = f"loss {loss:6.3f}   {rate:7,.0f} tokens/s   work of ranks {shares} %"
+        text = f"loss {loss:.3f}  {tokens / seconds:6,.0f} tokens/s  work {shares} %"
         if self._is_moving:
             self._bar.update(self._task, advance=1, description=text, refresh=True)
-        elif step == 1 or step * NUM_LINES // self.num_steps > (step - 1) * NUM_LINES // self.num_steps:
-            print(f"step {step:>4}/{self.num_steps}   {text}", flush=True)
+        elif step in (1, self.num_steps) or step % max(1, self.num_steps // NUM_LINES) == 0:
+            print(f"step {step:>4}/{self.num_steps}  {text}", flush=True)
 
 
-class Comparison(NamedTuple):
-    """Losses of the same steps on many processes and on one."""
+def summary(losses: Sequence[float], num_last: int = 10) -> str:
+    """Return how far a training came; one batch's loss alone says little."""
+    last = losses[-num_last:]
+    mean = sum(last) / len(last)
+    return f"loss {losses[0]:.3f} at step 1, mean {mean:.3f} over the last {len(last)} steps"
 
-    losses: Sequence[float]
-    reference: Sequence[float]
 
-    @property
-    def differences(self) -> list[float]:
-        """Relative difference of each step."""
-        return [abs(a - b) / abs(b) for a, b in zip(self.losses, self.reference, strict=True)]
+def compare(
+    losses: Sequence[float], reference: Sequence[float], num_ranks: int, tolerance: float
+) -> tuple[bool, str]:
+    """Return whether losses are those of one process, and a table that shows it.
 
-    def agrees(self, tolerance: float) -> bool:
-        """Return whether every difference is below a tolerance; NaN is not."""
-        return all(difference < tolerance for difference in self.differences)
-
-    def table(self, num_ranks: int) -> str:
-        """Return a line per step."""
-        lines = [f"  step   {num_ranks} processes   1 process   relative difference"]
-        rows = zip(self.losses, self.reference, self.differences, strict=True)
-        for step, (ours, theirs, difference) in enumerate(rows, start=1):
-            lines.append(f"  {step:>4}   {ours:11.7f}   {theirs:9.7f}   {difference:.1e}")
-        return "\n".join(lines)
+    Args:
+        losses: Of each step.
+        reference: Of the first steps, on one process.
+        num_ranks: Processes that ``losses`` come from.
+        tolerance: Each relative difference must be below it; NaN is not.
+    """
+    lines = [
+        f"\nthe first {len(reference)} steps beside plain PyTorch on one process:",
+        f"  step   {num_ranks} processes   1 process   relative difference",
+    ]
+    differences = []
+    for step, (ours, theirs) in enumerate(zip(losses, reference, strict=False), start=1):
+        differences.append(abs(ours - theirs) / abs(theirs))
+        lines.append(f"  {step:>4}   {ours:11.7f}   {theirs:9.7f}   {differences[-1]:.1e}")
+    is_equal = all(difference < tolerance for difference in differences)
+    verdict = "equal" if is_equal else "NOT EQUAL"
+    lines.append(
+        f"{verdict}: differences up to {max(differences):.1e}, allowed below {tolerance:.0e}"
+    )
+    return is_equal, "\n".join(lines)
 
 
 def draw(

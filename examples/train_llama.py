@@ -6,7 +6,7 @@
 By default ranks 0 and 1 share every layer (tensor parallelism of degree 2) and take 5 of 8 rows of each
 batch, rank 2 takes the other 3 alone, and rank 3 holds nothing. The text is the functions of Python's
 own standard library, as bytes. At the end the first steps are repeated with plain PyTorch on one
-process, and the losses must be the same. docs/demo.md explains the output.
+process, and the losses must be the same. docs/demo.md explains what is printed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import launch
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from stdlib_functions import BEGIN, END, VOCABULARY_SIZE, Batches, load_functions
 from torch import Tensor
+from torch.optim.lr_scheduler import LinearLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hdtensor as hd
@@ -33,11 +34,12 @@ NUM_RANKS = 4
 SEED = 0
 WARMUP_STEPS = 10
 CHECKED_STEPS = 5
+#: Largest relative difference of a loss from the same step on one process, in float32.
 TOLERANCE = 1e-5
 
 
 def build_model(context: int) -> LlamaForCausalLM:
-    """Return the model, with the same weights wherever it is called."""
+    """Return the model, with the same weights wherever it is built."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
@@ -57,17 +59,17 @@ def build_model(context: int) -> LlamaForCausalLM:
 def train(
     options: argparse.Namespace, functions: list[bytes], plan: hd.AnnotationPlan | None
 ) -> Iterator[tuple[float, Tensor]]:
-    """Train step by step; with a plan on all of its ranks, without one on this process alone.
+    """Train step by step: with a plan on all ranks together, without one on this process alone.
 
     Yields:
-        The loss, over all tokens of the batch that count, and the batch's labels.
+        The loss, the mean over all tokens of the batch that count, and the batch's labels.
     """
-    batches = Batches(functions, options.batch, options.context, SEED)
     model = build_model(options.context)
     if plan is not None:
         hd.parallelize(model, plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP_STEPS, 1, WARMUP_STEPS)
+    warmup = LinearLR(optimizer, start_factor=1 / WARMUP_STEPS, total_iters=WARMUP_STEPS)
+    batches = Batches(functions, options.batch, options.context, SEED)
 
     for input_ids, labels in itertools.islice(batches, options.steps):
         batch = {"input_ids": input_ids, "labels": labels}
@@ -87,113 +89,115 @@ def train_on_this_rank(
     plan: hd.AnnotationPlan,
     layout: report.Layout,
 ) -> tuple[list[float], dict[int, float]]:
-    """Train, as one of several ranks; return the losses and each rank's share of the work."""
+    """Train as one of several ranks; return the losses and each rank's share of the work."""
     rank = dist.get_rank()
     with report.Progress(layout, options.steps, is_shown=rank == 0) as progress:
         for loss, labels in train(options, functions, plan):
             progress.advance(loss, labels)
+    dist.barrier()  # rank 0's progress line stands
     if rank in plan.outside(dist.get_world_size()):
         print(f"rank {rank} holds nothing and sees loss {progress.losses[-1]:.4f}", flush=True)
     return progress.losses, progress.shares
 
 
-def compare(
-    options: argparse.Namespace, functions: list[bytes], losses: list[float]
-) -> tuple[list[float], bool]:
-    """Repeat the first steps on one process; return their losses, and whether they are the same."""
-    steps = itertools.islice(train(options, functions, plan=None), CHECKED_STEPS)
-    reference = [loss for loss, _ in steps]
-    comparison = report.Comparison(losses[: len(reference)], reference)
-    print(f"\nthe first {len(reference)} steps beside plain PyTorch on one process:")
-    print(comparison.table(launch.world_size(NUM_RANKS)))
-    largest = max(comparison.differences)
-    is_equal = comparison.agrees(TOLERANCE)
-    verdict = "equal: the largest relative difference is" if is_equal else "NOT EQUAL: it is"
-    print(f"{verdict} {largest:.1e}, allowed is {TOLERANCE:.0e}")
-    return reference, is_equal
-
-
 def run(options: argparse.Namespace) -> int:
     """Run the example; return the exit status."""
-    world_size = launch.world_size(NUM_RANKS)
+    num_ranks = launch.world_size(NUM_RANKS)
     plan = hd.AnnotationPlan.load(options.plan)
-    plan.check(world_size=world_size)
+    plan.check(world_size=num_ranks)
     with torch.device("meta"):
         model = build_model(options.context)
-    layout = report.Layout(plan.expand(model), model, (options.batch, options.context), world_size)
-    with hd.as_rank(0):  # a rehearsal in this process: what does not fit is found out before the start
+    layout = report.Layout(plan.expand(model), model, (options.batch, options.context), num_ranks)
+    # A rehearsal: what does not fit the model is found out here, before any process starts.
+    with hd.as_rank(0):
         hd.parallelize(model, plan)
+
     functions = load_functions()
     if launch.is_first():
-        size = sum(map(len, functions)) / 1e6
-        print(f"{len(functions):,} functions of Python's standard library, {size:.1f} MB")
-        print(f"plan {options.plan}: {layout.plan.inputs}\n{layout}\n", flush=True)
-
+        num_bytes = sum(map(len, functions))
+        print(f"{len(functions):,} functions of Python's standard library, {num_bytes:,} bytes")
+        print(f"{options.plan}\n{layout}", flush=True)
     outcome = launch.run(
         train_on_this_rank,
         options,
         functions,
         plan,
         layout,
-        num_ranks=NUM_RANKS,
+        num_ranks=num_ranks,
         time_limit=options.time_limit,
         expected=(hd.PlanError,),
     )
-    if outcome is None:  # rank 0 of torchrun's processes does the rest
+    if outcome is None:  # rank 0 of the launcher's processes does the rest
         return 0
+
     losses, shares = outcome
-    last = losses[-10:]
-    print(f"loss {losses[0]:.3f} at first, {sum(last) / len(last):.3f} over the last {len(last)} steps")
-    reference, is_equal = ([], True) if options.no_check else compare(options, functions, losses)
-    picture = Path(options.output) / "train_llama.svg"
-    print("picture:", report.draw(picture, layout, losses, reference, shares))
+    print(report.summary(losses))
+    reference: list[float] = []
+    is_equal = True
+    if not options.no_check:
+        alone = itertools.islice(train(options, functions, plan=None), CHECKED_STEPS)
+        reference = [loss for loss, _ in alone]
+        is_equal, text = report.compare(losses, reference, num_ranks, TOLERANCE)
+        print(text)
+    picture = report.draw(options.output / "train_llama.svg", layout, losses, reference, shares)
+    print(f"picture: {picture}")
     return 0 if is_equal else 1
 
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    examples = Path(__file__).resolve().parent
+    plan = Path(__file__).resolve().parent / "plans" / "two_unlike.json"
     parser = argparse.ArgumentParser(
         description="Train a small Llama on processes that are not alike.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--plan", default=examples / "plans" / "two_unlike.json", type=Path, help="who holds what")
-    add("--steps", default=120, type=positive(int), help="batches to train on")
-    add("--batch", default=16, type=positive(int), help="rows of a batch, over all ranks")
-    add("--context", default=128, type=positive(int, 2), help="tokens of a row")
-    add("--lr", default=3e-3, type=positive(float), help="learning rate after the warmup")
-    add("--output", default=Path("outputs"), type=Path, help="folder for the picture")
+    add("--plan", default=plan, type=Path, help="who holds what, as JSON")
+    add("--steps", default=120, type=whole, help="batches to train on")
+    add("--batch", default=16, type=whole, help="rows of a batch, over all ranks")
+    add("--context", default=128, type=whole, help="tokens of a row")
+    add("--lr", default=3e-3, type=positive, help="learning rate after the warmup")
+    add("--output", default=Path("outputs"), type=Path, help="folder of the picture")
     add("--no-check", action="store_true", help="do not repeat the first steps on one process")
-    add("--time-limit", default=600.0, type=positive(float), help="seconds after which all ends")
-    return parser.parse_args()
+    add("--time-limit", default=600.0, type=positive, help="seconds after which all processes end")
+    options = parser.parse_args()
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --output: cannot make {options.output}: {error.strerror}")
+    if options.context < 2:
+        parser.error("argument --context: must be at least 2, one token to see and one to predict")
+    return options
 
 
-def positive(kind: type[int] | type[float], least: float = 0) -> Callable[[str], int | float]:
-    """Return a reader of numbers above 0, and not below ``least``, for the command line."""
+def whole(text: str) -> int:
+    """Read a whole number above 0."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
 
-    def read(text: str) -> int | float:
-        value = kind(text)
-        if not (0 < value < math.inf and value >= least):
-            raise argparse.ArgumentTypeError(f"must be a number from {least or 'above 0'} on, got {text}")
-        return value
 
-    read.__name__ = kind.__name__
-    return read
+def positive(text: str) -> float:
+    """Read a finite number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {value}")
+    return value
 
 
 def main() -> int:
-    """Run the example and say in one line what a user can mend."""
+    """Run the example; say in a line what a user can mend."""
+    options = parse_options()
     try:
-        return run(parse_options())
+        return run(options)
     except hd.PlanError as error:
         status, text = 2, f"PlanError: {error}"
     except launch.RanksFailedError as error:
         status, text = 1, str(error)
     except KeyboardInterrupt:
-        status, text = 130, "interrupted; all ranks have ended"
-    if launch.is_first():
-        print(text, file=sys.stderr)
+        status, text = 130, "interrupted; all processes have ended"
+    launch.complain(text)
     return status
 
 

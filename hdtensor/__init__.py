@@ -6,7 +6,7 @@ A tensor is cut twice: across *subgroups* of ranks (top tier) and inside each su
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from hdtensor import ops
+from hdtensor import debug, ops
 from hdtensor._rank import as_rank, current_rank
 from hdtensor.api.collect import full_tensor, item
 from hdtensor.api.distribute import distribute_tensor
@@ -25,6 +25,7 @@ from hdtensor.errors import (
 )
 from hdtensor.placements import Box, HDSpec, Subgroup
 from hdtensor.plan import AnnotationPlan
+from hdtensor.redistribute import RedistributePlan, explain, resolve, simulate
 from hdtensor.tensor import HDTensor
 
 
@@ -41,14 +42,17 @@ __all__ = [
     "Partial",
     "PlanError",
     "RedistributeError",
+    "RedistributePlan",
     "Replicate",
     "Shard",
     "SpecError",
     "Subgroup",
     "as_rank",
     "current_rank",
+    "debug",
     "distribute_batch",
     "distribute_tensor",
+    "explain",
     "from_dtensor",
     "from_local",
     "full_tensor",
@@ -57,5 +61,7 @@ __all__ = [
     "no_sync",
     "ops",
     "parallelize",
+    "resolve",
+    "simulate",
     "sync_gradients",
 ]

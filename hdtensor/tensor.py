@@ -13,10 +13,11 @@ from torch.distributed.tensor.placement_types import Placement
 from hdtensor._torch_compat import new_wrapper, no_torch_function
 from hdtensor.collectives import groups
 from hdtensor.errors import SpecError
-from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.bound import BoundSpec, bound_from_parts
 from hdtensor.ops.dispatch import dispatch
 from hdtensor.ops.registry import set_tensor_type
-from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.layout import owned_boxes
+from hdtensor.placements.spec import HDSpec, Subgroup
 
 
 class HDTensor(torch.Tensor):
@@ -72,6 +73,21 @@ class HDTensor(torch.Tensor):
     def is_local(self) -> bool:
         """Whether this rank is in one of the subgroups."""
         return self._spec.index is not None
+
+    @property
+    def data(self) -> HDTensor:
+        """The tensor without its history. What is assigned replaces values and layout, as torch's ``data`` does."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, other: HDTensor) -> None:
+        if not isinstance(other, HDTensor):
+            raise SpecError(
+                f"the data of an HDTensor is an HDTensor, got a {type(other).__name__}; use "
+                f"distribute_tensor(t, {str(self._spec.spec)!r})."
+            )
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self._local_tensor, self._spec = other._local_tensor.detach(), other._spec
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         bound = self._spec
@@ -198,8 +214,9 @@ class HDTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (
-            self._local_tensor,
+            self._local_tensor.detach(),
             self._spec,
+            self._spec.rank,
             self.requires_grad,
             isinstance(self, torch.nn.Parameter),
         )
@@ -208,14 +225,24 @@ class HDTensor(torch.Tensor):
 set_tensor_type(HDTensor)
 
 
-def _rebuild(local: torch.Tensor, bound: BoundSpec, requires_grad: bool, is_parameter: bool) -> Any:
-    if bound.local_shape() != tuple(local.shape):
+def _rebuild(
+    local: torch.Tensor, bound: BoundSpec, rank: int, requires_grad: bool, is_parameter: bool
+) -> Any:
+    """Return what a rank saved; another rank may load it only if it holds the same."""
+    held = owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, bound.rank)
+    saved = owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, rank)
+    is_own = rank == bound.rank or (held == saved and not bound.spec.has_partial())
+    if not is_own or bound.local_shape() != tuple(local.shape):
         raise SpecError(
-            f"this shard of shape {tuple(local.shape)} was saved by another rank than {bound.rank}, whose "
-            f"shard of {bound} has shape {bound.local_shape()}. Load the file of this rank."
+            f"this shard of {bound} was saved by rank {rank} and is not what rank {bound.rank} holds. "
+            f"Load the file of this rank."
         )
     tensor: Any = new_wrapper(HDTensor, local, bound, requires_grad and not is_parameter)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
+
+
+# What torch.load(weights_only=True) may call: values only, no code of a file's choice.
+torch.serialization.add_safe_globals([_rebuild, bound_from_parts, HDSpec, Subgroup])
 
 
 def as_spec(spec: HDSpec | str) -> HDSpec:

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from hdtensor._rank import current_rank, is_played
+from hdtensor._rank import as_rank, current_rank
 from hdtensor._torch_compat import new_wrapper
+from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.local import prepare_groups, shard_of
 from hdtensor.collectives import p2p
-from hdtensor.errors import DisagreementError, SpecError
+from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements.spec import HDSpec
 from hdtensor.tensor import HDTensor, as_spec
@@ -56,29 +56,50 @@ def distribute_tensor(
 
     Raises:
         SpecError: If the spec does not fit the tensor.
-        DisagreementError: On every rank, if ranks pass unlike shapes, dtypes or specs (not with ``src_data_rank=None``).
+        DisagreementError: On every rank, if ranks pass unlike shapes, dtypes or specs, or one of them fails (not with
+            ``src_data_rank=None``, which asks nobody).
     """
-    spec = _spec_of(spec, placements, hdim, top_ratio)
+    options = {"hdim": hdim, "top_ratio": top_ratio, "top_sizes": top_sizes}
+    if src_data_rank is None or not communicates():
+        bound = _bind(tensor, spec, placements, **options)
+        prepare_groups(bound.spec)
+        local = shard_of(tensor, bound)
+    else:
+        found, problem = attempt(lambda: _bind(tensor, spec, placements, **options))
+        bound = _agreed(tensor, found, src_data_rank, problem)
+        prepare_groups(bound.spec)
+        local = (
+            shard_of(tensor, bound) if tensor.is_meta else _scatter(tensor, bound, src_data_rank)
+        )
+    return new_wrapper(HDTensor, local, bound, tensor.requires_grad)
+
+
+def _bind(
+    tensor: torch.Tensor, spec: Any, placements: Any, *, hdim: int, top_ratio: Any, top_sizes: Any
+) -> BoundSpec:
+    if not isinstance(tensor, torch.Tensor):
+        raise SpecError(f"distribute_tensor takes a torch.Tensor, got {type(tensor).__name__}.")
     if isinstance(tensor, HDTensor):
         raise SpecError(
             f"the tensor is distributed already ({tensor!r}); use tensor.redistribute(spec)."
+        )
+    if isinstance(tensor, DTensor):
+        raise SpecError(
+            f"the tensor is a DTensor of shape {tuple(tensor.shape)}; use HDTensor.from_dtensor."
         )
     if not tensor.is_leaf:
         raise SpecError(
             "distribute_tensor takes a leaf tensor; use HDTensor.from_local inside a graph."
         )
-    bound = BoundSpec.bind(spec, tensor.shape, None, tensor.dtype, top_sizes)
-    prepare_groups(spec)
-    if src_data_rank is None or tensor.is_meta or not dist.is_initialized() or is_played():
-        local = shard_of(tensor, bound)
-    else:
-        local = _scatter(tensor, bound, src_data_rank)
-    return new_wrapper(HDTensor, local, bound, tensor.requires_grad)
+    spec = _spec_of(spec, placements, hdim, top_ratio)
+    return BoundSpec.bind(spec, tensor.shape, None, tensor.dtype, top_sizes)
 
 
 def _spec_of(spec: Any, placements: Any, hdim: int, top_ratio: Any) -> HDSpec:
     if isinstance(spec, DeviceMesh):
-        return HDSpec.from_meshes([(spec, placements or [Replicate()] * spec.ndim)])
+        if placements is None:
+            placements = [Replicate()] * spec.ndim
+        return HDSpec.from_meshes([(spec, placements)])
     if placements is not None:
         raise SpecError(
             "placements go with a DeviceMesh; an HDSpec or a list of pairs has its own."
@@ -94,7 +115,6 @@ def _spec_of(spec: Any, placements: Any, hdim: int, top_ratio: Any) -> HDSpec:
 
 def _scatter(tensor: torch.Tensor, bound: BoundSpec, source: int) -> torch.Tensor:
     """Send every holder its shard from one rank."""
-    _check_agreement(tensor, bound, source)
     rank = current_rank()
     if rank == source:
         sends = {}
@@ -111,21 +131,26 @@ def _scatter(tensor: torch.Tensor, bound: BoundSpec, source: int) -> torch.Tenso
 
 
 def _as_seen_by(bound: BoundSpec, rank: int) -> BoundSpec:
-    from hdtensor._rank import as_rank  # noqa: PLC0415
-
     with as_rank(rank):
         return BoundSpec.of(bound.spec, bound.shape, bound.stride, bound.dtype, bound.top_sizes)
 
 
-def _check_agreement(tensor: torch.Tensor, bound: BoundSpec, source: int) -> None:
+def _agreed(
+    tensor: torch.Tensor, bound: BoundSpec | None, source: int, problem: Exception | None
+) -> BoundSpec:
     """Raise on every rank if one rank's call differs: a message of another length would abort processes."""
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, f"{bound!r} src_data_rank={source}")
-    if len(set(said)) > 1:
-        listing = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said))
-        raise DisagreementError(
-            f"distribute_tensor was called with unlike arguments: {listing}. Pass the same shape, dtype and "
-            f"spec on every rank."
-        )
-    if not 0 <= source < len(said):
-        raise SpecError(f"src_data_rank {source} is no rank of the world of {len(said)}.")
+    mine = None
+    if bound is not None:
+        grad = " requires_grad" if tensor.requires_grad else ""
+        where = " meta" if tensor.is_meta else ""
+        mine = f"{bound!r}{grad}{where} src_data_rank={source!r}"
+    said = exchange("distribute_tensor", mine, problem)
+    require_alike(
+        "distribute_tensor",
+        said,
+        "Pass the same shape, dtype, spec and requires_grad on every rank.",
+    )
+    if type(source) is not int or not 0 <= source < len(said):
+        raise SpecError(f"src_data_rank {source!r} is no rank of the world of {len(said)}.")
+    assert bound is not None, "without a problem there is a result"
+    return bound

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from hdtensor._torch_compat import at_backward_end
+from hdtensor.collectives import observe
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import wrap
 from hdtensor.placements.layout import contiguous_stride
@@ -56,7 +57,11 @@ class GradientSync:
         pending = [self._pending[i] for i in sorted(self._pending)]
         self._pending.clear()
         work = [(p, gradient_plan(p.grad._spec, p._spec)) for p in pending if p.grad is not None]  # type: ignore[attr-defined]
-        moved = execute_many([plan for _, plan in work], [p.grad._local_tensor for p, _ in work])  # type: ignore[union-attr]
+        with observe.because("gradients"):
+            moved = execute_many(
+                [plan for _, plan in work],
+                [p.grad._local_tensor for p, _ in work],  # type: ignore[union-attr]
+            )
         for (parameter, _), local in zip(work, moved, strict=True):
             parameter.grad = wrap(local, _home(parameter._spec, parameter.grad.dtype))  # type: ignore[attr-defined,union-attr]
 

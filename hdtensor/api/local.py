@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial
 
 from hdtensor._rank import current_rank, is_played
 from hdtensor._torch_compat import new_wrapper
+from hdtensor.api.agreement import attempt, communicates, exchange
 from hdtensor.collectives import groups
 from hdtensor.errors import DisagreementError, SpecError
 from hdtensor.ops.bound import BoundSpec, normalized
@@ -50,14 +51,16 @@ def shard_of(full: torch.Tensor, bound: BoundSpec) -> torch.Tensor:
     """
     if bound.index is None:
         return full.new_empty(0)
+    # A lazy conjugate or negation would be sent as the bytes below it.
+    full = full.detach().resolve_conj().resolve_neg()
     owned = owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, bound.rank)
     origin = (0,) * full.ndim
     if len(owned) == 1:
-        local = full.detach()[owned[0].box.slices_from(origin)].contiguous().clone()
+        local = full[owned[0].box.slices_from(origin)].clone(memory_format=torch.contiguous_format)
     else:
         local = full.new_empty(bound.local_shape())
         for piece in owned:
-            local[piece.local_slices] = full.detach()[piece.box.slices_from(origin)]
+            local[piece.local_slices] = full[piece.box.slices_from(origin)]
     return _as_term(local, bound)
 
 
@@ -99,13 +102,31 @@ def from_local(
             shape beside the one expected.
         DisagreementError: On every rank, if ranks pass unlike specs or dtypes.
     """
-    spec = normalized(as_spec(spec), _num_dims(local, shape, as_spec(spec)))
-    prepare_groups(spec)
-    if shape is None or (check and dist.is_initialized() and not is_played()):
-        shape, top_sizes = _agree(local, spec, shape, top_sizes, check)
-    bound = BoundSpec.bind(spec, shape, None, local.dtype, top_sizes)
+    return _from_local(local, spec, shape, top_sizes, check, None)
+
+
+def _from_local(
+    local: torch.Tensor,
+    spec: HDSpec | str,
+    shape: Sequence[int] | None,
+    top_sizes: Sequence[int] | None,
+    check: bool,
+    problem: Exception | None,
+) -> HDTensor:
+    """Build a tensor; ``problem`` is an error of this rank that all ranks must hear of."""
+    if check and communicates():
+        said, wrong = attempt(lambda: _Shard.of(local, spec, shape, top_sizes))
+        shards = exchange("from_local", said, problem or wrong)
+        bound = _agreed(shards)
+    elif problem is not None:
+        raise problem
+    elif shape is None:
+        bound = _alone(local, as_spec(spec))
+    else:
+        bound = BoundSpec.bind(as_spec(spec), shape, None, local.dtype, top_sizes)
+    prepare_groups(bound.spec)
     if bound.index is None:
-        local = local.new_empty(0)
+        local = local.new_empty(0, dtype=bound.dtype)
     elif tuple(local.shape) != bound.local_shape():
         raise SpecError(
             f"rank {bound.rank}'s shard of {bound} must have shape {bound.local_shape()}, got "
@@ -116,48 +137,66 @@ def from_local(
     return new_wrapper(HDTensor, local.detach(), bound, False)
 
 
-def _num_dims(local: torch.Tensor, shape: Sequence[int] | None, spec: HDSpec) -> int:
-    if shape is not None:
-        return len(shape)
-    if spec.index_of(current_rank()) is not None:
-        return local.ndim
-    dims = [checks.shard_dim(p) for g in spec.subgroups for p in g.placements]
-    if any(d is not None and d < 0 for d in dims):
-        raise SpecError(f"on ranks outside every subgroup of {spec} negative dims need shape=.")
-    return max([d for d in (*dims, checks.shard_dim(spec.top)) if d is not None], default=0) + 1
+class _Shard(NamedTuple):
+    """What one rank passes to ``from_local``."""
+
+    local: tuple[int, ...]
+    dtype: torch.dtype
+    spec: HDSpec
+    shape: tuple[int, ...] | None
+    top_sizes: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, local: Any, spec: HDSpec | str, shape: Any, top_sizes: Any) -> _Shard:
+        if not isinstance(local, torch.Tensor) or isinstance(local, HDTensor | DTensor):
+            raise SpecError(f"from_local takes a plain torch.Tensor, got {type(local).__name__}.")
+        spec, shape = as_spec(spec), _tuple("shape", shape)
+        if shape is not None:
+            spec = normalized(spec, len(shape))
+        return cls(tuple(local.shape), local.dtype, spec, shape, _tuple("top_sizes", top_sizes))
+
+    def __str__(self) -> str:
+        sizes = "" if self.top_sizes is None else f" top_sizes={self.top_sizes}"
+        shape = "" if self.shape is None else f" shape={self.shape}"
+        return f"{self.local} {str(self.dtype)[6:]} {self.spec}{shape}{sizes}"
 
 
-def _agree(
-    local: torch.Tensor, spec: HDSpec, shape: Any, top_sizes: Any, check: bool
-) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    if not check:
-        raise SpecError("from_local(check=False) needs shape=, the global shape.")
-    mine = (tuple(local.shape), str(local.dtype), str(spec), _tuple(shape), _tuple(top_sizes))
-    if dist.is_initialized() and not is_played():
-        said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, mine)
-    else:
-        said = [mine] * (max(spec.ranks) + 1)
+def _agreed(said: Sequence[_Shard]) -> BoundSpec:
+    """Return the layout that all ranks' shards make together; its errors are alike on every rank."""
+    spec = said[0].spec
+    beyond = [rank for rank in spec.ranks if rank >= len(said)]
+    if beyond:
+        raise SpecError(f"{spec} names rank {beyond[0]} beyond the world of {len(said)}.")
+    dtype = said[spec.ranks[0]].dtype
     for rank, other in enumerate(said):
-        if other[2:] != mine[2:] or (rank in spec.ranks and other[1] != said[spec.ranks[0]][1]):
-            listing = ", ".join(f"rank {r}: {o[2]} {o[1]} shape={o[3]}" for r, o in enumerate(said))
+        if other[2:] != said[0][2:] or (rank in spec.ranks and other.dtype != dtype):
+            listing = "; ".join(f"rank {r}: {o}" for r, o in enumerate(said))
             raise DisagreementError(
                 f"from_local was called with unlike specs, dtypes or shapes: {listing}. Pass the same ones "
                 f"on every rank."
             )
-    shards = {rank: said[rank][0] for rank in spec.ranks if rank < len(said)}
-    if len(shards) < len(spec.ranks):
-        raise SpecError(f"{spec} names ranks beyond the world of {len(said)}.")
-    found, sizes = (
-        infer_shape(spec, shards) if shape is None else (_tuple(shape), _tuple(top_sizes))
-    )
-    assert found is not None
-    check_shards(spec, found, sizes, shards)
-    return found, sizes
+    shards = {rank: said[rank].local for rank in spec.ranks}
+    shape, sizes = said[0].shape, said[0].top_sizes
+    if shape is None:
+        spec = normalized(spec, len(shards[spec.ranks[0]]))
+        shape, found = infer_shape(spec, shards)
+        sizes = found if sizes is None else sizes
+    check_shards(spec, shape, sizes, shards)
+    return BoundSpec.bind(spec, shape, None, dtype, sizes)
 
 
-def _tuple(values: Any) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
+def _alone(local: torch.Tensor, spec: HDSpec) -> BoundSpec:
+    """Return the layout without asking: one rank that holds everything knows the shape."""
+    if spec.ranks != (current_rank(),):
+        raise SpecError(
+            f"from_local needs shape=, the global shape, where it asks no other rank (check=False, as_rank, or no "
+            f"process group): a shard of {tuple(local.shape)} does not tell it for {spec}."
+        )
+    return BoundSpec.bind(spec, local.shape, None, local.dtype)
+
+
+def _tuple(name: str, values: Any) -> tuple[int, ...] | None:
+    return None if values is None else checks.int_tuple(name, values)
 
 
 def infer_shape(
@@ -176,10 +215,11 @@ def infer_shape(
         raise SpecError(f"shards have unlike numbers of dims: {_listing(shards)}.")
     blocks = [_block_shape(group, shards) for group in spec.subgroups]
     shape = list(blocks[0])
-    if not isinstance(spec.top, Shard) or spec.num_subgroups == 1:
+    dim = checks.shard_dim(spec.top)
+    if dim is None:
         return tuple(shape), None
-    sizes = tuple(block[spec.top.dim] for block in blocks)
-    shape[spec.top.dim] = sum(sizes)
+    sizes = tuple(block[dim] for block in blocks)
+    shape[dim] = sum(sizes)
     return tuple(shape), sizes
 
 
@@ -252,26 +292,53 @@ def from_dtensor(
         spec: How the whole tensor is cut. None: one subgroup, the DTensor's own mesh and placements.
         shape: Global shape; needed with a spec where a rank may be outside, else taken from the blocks, which takes one
             small collective.
-        dtype: Needed on ranks that pass None.
+        dtype: Element type; only ranks that pass None may need it.
         top_sizes: Exact extents of the blocks along a top ``Shard``'s dim; with ``shape``.
 
     Raises:
         SpecError: If the DTensor's mesh or placements are not those of this rank's subgroup.
     """
     if spec is None:
-        if dtensor is None:
-            raise SpecError(
-                "from_dtensor(None) needs spec=, shape= and dtype=: nothing here tells them."
+        return _one_subgroup(dtensor)
+    spec, problem = attempt(lambda: _spec_around(dtensor, spec))
+    local = torch.empty(0, dtype=dtype) if dtensor is None else dtensor.to_local()
+    return _from_local(local, spec, shape, top_sizes, True, problem)  # type: ignore[arg-type]
+
+
+def _one_subgroup(dtensor: DTensor | None) -> HDTensor:
+    """Take over a DTensor's own mesh and placements; ranks without it hear of them."""
+    mine = None
+    if dtensor is not None:
+        spec = HDSpec.from_meshes([(dtensor.device_mesh, dtensor.placements)])
+        mine = (spec, tuple(dtensor.shape), dtensor.dtype)
+    if communicates() and (mine is None or len(mine[0].ranks) < dist.get_world_size()):
+        said = {m for m in exchange("from_dtensor", mine, None) if m is not None}
+        if len(said) > 1:
+            listing = "; ".join(
+                sorted(f"{spec} shape={shape} {dtype}" for spec, shape, dtype in said)
             )
-        own = HDSpec.from_meshes([(dtensor.device_mesh, dtensor.placements)])
-        return from_local(dtensor.to_local(), own, shape=dtensor.shape, check=False)
+            raise DisagreementError(
+                f"from_dtensor was called with DTensors of several layouts: {listing}. Pass spec=, which joins them."
+            )
+        mine = next(iter(said), None)
+    if mine is None:
+        raise SpecError("from_dtensor(None) on every rank: nothing here tells a shape.")
+    spec, shape, dtype = mine
+    local = torch.empty(0, dtype=dtype) if dtensor is None else dtensor.to_local()
+    return _from_local(local, spec, shape, None, False, None)
+
+
+def _spec_around(dtensor: DTensor | None, spec: HDSpec | str) -> HDSpec:
     spec = as_spec(spec)
-    if dtensor is None:
-        return from_local(torch.empty(0, dtype=dtype), spec, shape=shape, top_sizes=top_sizes)
     index = spec.index_of(current_rank())
-    if index is not None:
+    if dtensor is None:
+        if index is not None:
+            raise SpecError(
+                f"rank {current_rank()} is in {spec.subgroups[index]!r} but passes None."
+            )
+    elif index is not None:
         _check_dtensor(dtensor, spec.subgroups[index])
-    return from_local(dtensor.to_local(), spec, shape=shape, top_sizes=top_sizes)
+    return spec
 
 
 def _check_dtensor(dtensor: DTensor, group: Subgroup) -> None:

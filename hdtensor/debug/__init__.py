@@ -1,8 +1,15 @@
-"""Looking at specs and trainings: pictures as text and as SVG. Pure; no process groups."""
+"""Looking at specs, trainings and communication: pictures as text and as SVG, and counts."""
 
+from hdtensor.debug.communication import CommunicationCount, count_communication
 from hdtensor.debug.svg import svg
 from hdtensor.debug.training import write_training_picture
 from hdtensor.debug.visualize import visualize
 
 
-__all__ = ["svg", "visualize", "write_training_picture"]
+__all__ = [
+    "CommunicationCount",
+    "count_communication",
+    "svg",
+    "visualize",
+    "write_training_picture",
+]

@@ -7,19 +7,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import (
     TensorMeta,
     observe_conversion,
 )
+from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.calls import SHAPE_ARGS, STRIDE_ARGS, Call, as_list, converted, out_top_sizes
 from hdtensor.ops.deduce import Decision
 from hdtensor.ops.propagate import Path
 from hdtensor.ops.registry import events
+from hdtensor.placements import checks
+from hdtensor.placements.layout import Segment, block_segments
 from hdtensor.redistribute.execute import make_converter
 
 
@@ -53,7 +56,7 @@ class Binding:
         if spec is None or not isinstance(meta, TensorMeta):
             return None
         sizes = None
-        if isinstance(spec.top, Shard):
+        if checks.is_cut(spec.top):
             if self.decision.top_sizes is not None:
                 sizes = self.decision.top_sizes[k]
             elif self.decision.out_sizes_from is not None:
@@ -102,10 +105,10 @@ class Binding:
         before, after = self.call.specs[path], self.after_top.specs[path]
         steps: list[Callable[[torch.Tensor], torch.Tensor]] = []
         if path in self.decision.top_inputs:
-            steps += _top_steps(before, after, index)
+            steps += _top_steps(self.call.func, before, after, index)
         wanted = self.decision.bottom_inputs[index].get(path)
         if wanted is not None:
-            steps.append(_bottom_step(after, wanted, index))
+            steps.append(_bottom_step(self.call.func, after, wanted, index))
         return functools.partial(_apply_all, tuple(steps)) if len(steps) != 1 else steps[0]
 
 
@@ -134,18 +137,19 @@ def _apply_all(
 
 
 def _top_steps(
-    before: BoundSpec, after: BoundSpec, index: int
+    func: Any, before: BoundSpec, after: BoundSpec, index: int
 ) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     """Local conversions from a top ``Replicate``: take my block, or keep the value in one subgroup."""
     top = after.spec.top
-    if isinstance(top, Shard):
+    if checks.is_cut(top):
         steps = []
         wanted = after.spec.subgroups[index].placements
         if wanted != before.spec.subgroups[index].placements:
-            steps.append(_bottom_step(before, wanted, index))
-        sizes = after.top_sizes or ()
-        first, length, dim = sum(sizes[:index]), sizes[index], top.dim
-        steps.append(lambda x: _block(x, dim, first, length))
+            steps.append(_bottom_step(func, before, wanted, index))
+        dim = checks.shard_dim(top)
+        assert dim is not None, f"{top} cuts a dim"
+        runs = block_segments(after.spec, after.shape, index, after.top_sizes)[dim]
+        steps.append(functools.partial(_block, dim, runs))
         return steps
     assert isinstance(top, Partial), f"no free conversion to {top}"
     neutral = {"sum": torch.zeros_like, "product": torch.ones_like}.get(top.reduce_op)
@@ -157,13 +161,15 @@ def _term(neutral: Any, x: torch.Tensor) -> torch.Tensor:
     return x if neutral is None else neutral(x)
 
 
-def _block(x: torch.Tensor, dim: int, first: int, length: int) -> torch.Tensor:
+def _block(dim: int, runs: Sequence[Segment], x: torch.Tensor) -> torch.Tensor:
+    """Take a subgroup's block of a whole tensor."""
     events[0] += 1
-    return x.narrow(dim, first, length)
+    parts = [x.narrow(dim, run.start, run.stop - run.start) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _bottom_step(
-    bound: BoundSpec, wanted: tuple[Placement, ...], index: int
+    func: Any, bound: BoundSpec, wanted: tuple[Placement, ...], index: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """An implicit conversion inside the subgroup, as DTensor makes it."""
     group = bound.spec.subgroups[index]
@@ -177,7 +183,10 @@ def _bottom_step(
     def step(x: torch.Tensor) -> torch.Tensor:
         events[0] += 1
         observe_conversion(src, dst, text)
-        return convert(x)
+        if not observe.listeners:
+            return convert(x)
+        with observe.because(f"{func} (implicit, inside {list(group.ranks)})"):
+            return convert(x)
 
     return step
 

@@ -18,7 +18,7 @@ from hdtensor._torch_compat import DTensorSpec, TensorMeta, abstract_mesh
 from hdtensor.errors import SpecError
 from hdtensor.placements import checks
 from hdtensor.placements.layout import (
-    block_box,
+    block_shape,
     check_top_sizes,
     contiguous_stride,
     local_shape,
@@ -138,7 +138,8 @@ class BoundSpec:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BoundSpec.of, (self.spec, tuple(self.shape), self.stride, self.dtype, self.top_sizes)
+        parts = (self.spec, tuple(self.shape), self.stride, self.dtype, self.top_sizes)
+        return bound_from_parts, parts
 
     def __repr__(self) -> str:
         sizes = "" if self.top_sizes is None else f" top_sizes={self.top_sizes}"
@@ -158,7 +159,7 @@ class BoundSpec:
 
     def block_shape(self, index: int) -> tuple[int, ...]:
         """Return the shape of subgroup ``index``'s block."""
-        return block_box(self.spec, tuple(self.shape), index, self.top_sizes).shape
+        return block_shape(self.spec, tuple(self.shape), index, self.top_sizes)
 
     def local_shape(self) -> tuple[int, ...]:
         """Return the shape of this rank's local tensor, ``(0,)`` outside."""
@@ -200,15 +201,27 @@ class BoundSpec:
         return group.ranks.index(self.rank) if self.rank in group.ranks else 0
 
 
+def bound_from_parts(
+    spec: HDSpec,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    top_sizes: tuple[int, ...] | None,
+) -> BoundSpec:
+    """Return ``BoundSpec.of(...)``, by a name that pickles."""
+    return BoundSpec.of(spec, shape, stride, dtype, top_sizes)
+
+
 def normalized(spec: HDSpec, num_dims: int) -> HDSpec:
     """Return the spec with non-negative bottom dims.
 
     Raises:
         SpecError: If it names a dim that a tensor of ``num_dims`` dims does not have.
     """
-    if isinstance(spec.top, Shard) and spec.top.dim >= num_dims:
+    top_dim = checks.shard_dim(spec.top)
+    if top_dim is not None and top_dim >= num_dims:
         raise SpecError(
-            f"the top {checks.placement_text(spec.top)} of {spec} needs dim {spec.top.dim}, but the "
+            f"the top {checks.placement_text(spec.top)} of {spec} needs dim {top_dim}, but the "
             f"tensor has {num_dims} dims."
         )
     changed = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import TensorMeta
@@ -189,11 +189,12 @@ def refused(call: Call, tier: str, error: Exception) -> DeductionError:
 def converted(call: Call, path: Path, top: Placement) -> BoundSpec:
     """Return an operand's bound spec after a free conversion from top ``Replicate``."""
     bound = call.specs[path]
-    if not isinstance(top, Shard):
+    dim = checks.shard_dim(top)
+    if dim is None:
         return bound.with_spec(bound.spec.replace(top=top))
     # A dim that the top tier cuts is not cut by the bottom tier before.
-    spec = bound.spec.map_bottom(lambda p: Replicate() if checks.shard_dim(p) == top.dim else p)
-    reference = _cut_alike(call, bound.shape[top.dim])
+    spec = bound.spec.map_bottom(lambda p: Replicate() if checks.shard_dim(p) == dim else p)
+    reference = _cut_alike(call, bound.shape[dim])
     ratio = None if reference is None else reference.spec.top_ratio
     sizes = None if reference is None else reference.top_sizes
     return bound.with_spec(spec.replace(top=top, top_ratio=ratio), sizes)

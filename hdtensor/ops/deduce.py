@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import DTensorSpec, MaskPartial, TensorMeta, abstract_mesh
@@ -209,7 +209,7 @@ def _stretched(bound: BoundSpec, dim: int, factor: int) -> DTensorSpec:
 
 
 def _check_top_out(call: Call, placement: Placement) -> None:
-    if isinstance(placement, MaskPartial) or checks.is_strided(placement):
+    if isinstance(placement, MaskPartial):
         operand = next(p for p, b in call.specs.items() if not isinstance(b.spec.top, Replicate))
         raise needs_communication(call, operand, Replicate())
     if isinstance(placement, Partial) and placement.reduce_op == "avg":
@@ -320,7 +320,7 @@ def block_shape_args(
         return args
     shape = list(as_list(metas)[0].shape)
     out = top.outs[0]
-    if out is not None and isinstance(out[0], Shard):
+    if out is not None and checks.is_cut(out[0]):
         path = sizes_from(call)
         if path is not None:
             dim = out[0].dim
@@ -336,7 +336,7 @@ def _join(call: Call, top: Placement, bottoms: Sequence[Placements | None]) -> H
             raise DeductionError(f"{call.func}: the subgroups' rules disagree on the outputs.")
         groups.append(group.with_placements(placements))
     path = sizes_from(call)
-    ratio = call.specs[path].spec.top_ratio if path and isinstance(top, Shard) else None
+    ratio = call.specs[path].spec.top_ratio if path and checks.is_cut(top) else None
     return HDSpec(groups, top, ratio)
 
 
@@ -366,7 +366,7 @@ def _decide_reshape(call: Call, metas: Any) -> Decision | None:
         )
         inputs.append({(0,): wanted} if wanted != have else {})
         outs.append(group.with_placements(f if f is not None else Replicate() for f in followed))
-    spec = HDSpec(outs, top, bound.spec.top_ratio if isinstance(top, Shard) else None)
+    spec = HDSpec(outs, top, bound.spec.top_ratio if checks.is_cut(top) else None)
     num = len(outs)
     return Decision(
         (spec,),

@@ -22,6 +22,8 @@ from hdtensor._torch_compat import (
 )
 
 
+aten = torch.ops.aten
+
 #: Where an operand stands: ``(i,)``, ``(i, j)`` inside a list argument, or ``("name",)``.
 Path = tuple[Any, ...]
 Placements = tuple[Placement, ...]
@@ -104,6 +106,7 @@ def propagate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TierR
     Raises:
         Exception: Whatever DTensor's rule raises; ``deduce`` turns it into a ``DeductionError``.
     """
+    args, kwargs = _with_dims_from_start(func, args, kwargs)
     specs = [(path, s) for path, s in operands(args, kwargs) if isinstance(s, DTensorSpec)]
     rule = ROW_RULES.get(func)
     if rule is not None:
@@ -116,6 +119,40 @@ def propagate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TierR
     if answer.redistribute_schema is None:
         return TierResult(placements, {}, func, {})
     return _with_changes(func, args, kwargs, answer, placements)
+
+
+#: Operators whose result has one dim more than their operands; their ``dim`` counts that one too.
+_INSERTING = (aten.unsqueeze.default, aten.unsqueeze_copy.default, aten.stack.default)
+
+
+def _with_dims_from_start(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with non-negative dims.
+
+    Some of DTensor's rules (cumulative sums, backwards of slices, sorts) compare a dim with a placement's as it comes,
+    and take a negative one for a dim that nothing cuts: a wrong result without an error.
+    """
+    named = {a.name: i for i, a in enumerate(func._schema.arguments)}
+    first = next(s for _, s in operands(args, kwargs) if isinstance(s, DTensorSpec))
+    num_dims = len(first.shape) + (func in _INSERTING)
+    sizes = named.get("input_sizes")
+    if sizes is not None and sizes < len(args):
+        num_dims = len(args[sizes])
+    new_args, new_kwargs = list(args), dict(kwargs)
+    for name in ("dim", "dims", "dim0", "dim1", "dim2"):
+        home: Any = new_kwargs if name in kwargs else new_args
+        place: Any = name if name in kwargs else named.get(name, len(args))
+        if name in kwargs or place < len(args):
+            home[place] = _from_start(home[place], max(num_dims, 1))
+    return tuple(new_args), new_kwargs
+
+
+def _from_start(dims: Any, num_dims: int) -> Any:
+    if isinstance(dims, list | tuple):
+        return type(dims)(_from_start(d, num_dims) for d in dims)
+    is_negative = type(dims) is int and -num_dims <= dims < 0
+    return dims + num_dims if is_negative else dims
 
 
 def _with_changes(

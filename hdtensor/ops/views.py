@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import StridedShard
 from hdtensor.placements import checks
+from hdtensor.placements.layout import num_pieces
 
 
 class CutDim(NamedTuple):
@@ -65,13 +66,37 @@ def view_top(
         src: Global input shape.
         dst: Global output shape.
     """
-    cut = follow(top.dim, src, dst)  # type: ignore[attr-defined]
-    if cut is None:
+    dim, pieces = top.dim, num_pieces(top)  # type: ignore[attr-defined]
+    if pieces > 1:
+        return _strided_top(top, sizes, src, dst)
+    cut = follow(dim, src, dst)
+    if cut is not None:
+        scaled = [cut.scale(size) for size in sizes]
+        if any(size is None for size in scaled):
+            return None
+        return Shard(cut.dim), tuple(size for size in scaled if size is not None)
+    merged = _merge(dim, src, dst)
+    if merged is None:
         return None
-    scaled = [cut.scale(size) for size in sizes]
-    if any(size is None for size in scaled):
-        return None
-    return Shard(cut.dim), tuple(size for size in scaled if size is not None)
+    return merged, tuple(size * num_pieces(merged) for size in sizes)
+
+
+def _strided_top(
+    top: Placement, sizes: Sequence[int], src: Sequence[int], dst: Sequence[int]
+) -> tuple[Placement, tuple[int, ...]] | None:
+    """(B*S, H) cut as B strided pieces -> (B, S, H) cut on S, or kept where the dim stays."""
+    dim, pieces = top.dim, num_pieces(top)  # type: ignore[attr-defined]
+    cut = follow(dim, src, dst)
+    if cut is not None and dst[cut.dim] == src[dim] and cut.numerator == cut.denominator:
+        return StridedShard(cut.dim, split_factor=pieces), tuple(sizes)
+    before, inner = math.prod(src[:dim]) * pieces, math.prod(src[dim + 1 :])
+    for k in range(1, len(dst)):
+        if math.prod(dst[:k]) == before:
+            moved = CutDim(k, inner, math.prod(dst[k + 1 :]))
+            scaled = [moved.scale(size // pieces) for size in sizes]
+            if dst[k] != 1 and not any(size is None for size in scaled):
+                return Shard(k), tuple(size for size in scaled if size is not None)
+    return None
 
 
 def view_bottom(

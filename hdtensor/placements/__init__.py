@@ -4,7 +4,8 @@ from hdtensor.placements.box import Box, cells
 from hdtensor.placements.codec import spec_from_json, spec_to_json
 from hdtensor.placements.layout import (
     OwnedBox,
-    block_box,
+    block_boxes,
+    block_shape,
     check_top_sizes,
     chunk_sizes,
     default_top_sizes,
@@ -22,7 +23,8 @@ __all__ = [
     "HDSpec",
     "OwnedBox",
     "Subgroup",
-    "block_box",
+    "block_boxes",
+    "block_shape",
     "cells",
     "check_top_sizes",
     "chunk_sizes",

@@ -33,6 +33,11 @@ def shard_dim(placement: Placement) -> int | None:
     return getattr(placement, "dim", None)
 
 
+def is_cut(placement: Placement) -> bool:
+    """Return whether the placement is a ``Shard`` or a ``_StridedShard``."""
+    return shard_dim(placement) is not None
+
+
 def int_tuple(name: str, values: Iterable[int]) -> tuple[int, ...]:
     """Return ``values`` as a tuple of plain integers.
 
@@ -153,9 +158,8 @@ def check_spec(
                 )
             seen[rank] = index
     check_placement(top)
-    if is_strided(top):
-        raise SpecError(f"the top placement must be a plain Shard, got {top!r}.")
-    if isinstance(top, Shard) and top.dim < 0:
+    dim = shard_dim(top)
+    if dim is not None and dim < 0:
         raise SpecError(
             f"the top Shard needs a dim >= 0, got {top}: a spec does not know the number of dims."
         )
@@ -169,7 +173,7 @@ def check_ratio(top_ratio: tuple[int, ...], top: Placement, num_subgroups: int) 
     Raises:
         SpecError: Otherwise.
     """
-    if not isinstance(top, Shard):
+    if not is_cut(top):
         raise SpecError(f"top_ratio {top_ratio} needs a top Shard, but top is {top}.")
     if len(top_ratio) != num_subgroups:
         raise SpecError(

@@ -24,7 +24,16 @@ def spec_to_json(spec: HDSpec) -> dict[str, Any]:
 
     >>> spec_to_json(HDSpec.from_text("S0[3:1] / 0,1:S1 2:R"))["top_ratio"]
     [3, 1]
+
+    Raises:
+        SpecError: If the spec holds an operator's pending norm.
     """
+    for placement in (spec.top, *(p for g in spec.subgroups for p in g.placements)):
+        if hasattr(placement, "norm_type"):
+            raise SpecError(
+                f"{spec} holds a norm that is not reduced yet, which only lives between operators. "
+                f"Redistribute the tensor to Replicate() or Shard(d) before its spec is saved."
+            )
     out: dict[str, Any] = {"top": checks.placement_text(spec.top)}
     if spec.top_ratio is not None:
         out["top_ratio"] = list(spec.top_ratio)

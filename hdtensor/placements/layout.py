@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor.errors import SpecError
@@ -78,13 +77,27 @@ def default_top_sizes(spec: HDSpec, shape: Sequence[int]) -> tuple[int, ...] | N
     Raises:
         SpecError: If the tensor does not have the dim.
     """
-    if not isinstance(spec.top, Shard):
+    dim = checks.shard_dim(spec.top)
+    if dim is None:
         return None
-    _check_dim(spec.top.dim, shape, spec)
-    length = shape[spec.top.dim]
+    _check_dim(dim, shape, spec)
+    pieces = num_pieces(spec.top)
+    length, rest = divmod(shape[dim], pieces)
+    if rest:
+        raise SpecError(
+            f"the top {checks.placement_text(spec.top)} of {spec} cuts {pieces} equal pieces, which "
+            f"dim {dim} of shape {tuple(shape)} is not."
+        )
     if spec.top_ratio is None:
-        return chunk_sizes(length, spec.num_subgroups)
-    return ratio_sizes(length, spec.top_ratio)
+        sizes = chunk_sizes(length, spec.num_subgroups)
+    else:
+        sizes = ratio_sizes(length, spec.top_ratio)
+    return tuple(pieces * size for size in sizes)
+
+
+def num_pieces(placement: Placement) -> int:
+    """Return how many pieces of a dim a placement cuts alike: 1, or a strided shard's number."""
+    return placement.split_factor if checks.is_strided(placement) else 1  # type: ignore[attr-defined]
 
 
 def check_top_sizes(
@@ -98,32 +111,66 @@ def check_top_sizes(
     if top_sizes is None:
         return default_top_sizes(spec, shape)
     sizes = checks.int_tuple("top_sizes", top_sizes)
-    if not isinstance(spec.top, Shard):
+    dim = checks.shard_dim(spec.top)
+    if dim is None:
         if spec.num_subgroups == 1:
             return None
         raise SpecError(f"top_sizes {sizes} needs a top Shard, but the spec is {spec}.")
-    _check_dim(spec.top.dim, shape, spec)
-    length = shape[spec.top.dim]
+    _check_dim(dim, shape, spec)
+    length, pieces = shape[dim], num_pieces(spec.top)
     if len(sizes) != spec.num_subgroups or min(sizes) < 0 or sum(sizes) != length:
         raise SpecError(
             f"top_sizes must be {spec.num_subgroups} extents >= 0 that add up to {length} "
-            f"(dim {spec.top.dim} of shape {tuple(shape)}), got {sizes} (sum {sum(sizes)})."
+            f"(dim {dim} of shape {tuple(shape)}), got {sizes} (sum {sum(sizes)})."
         )
+    if any(size % pieces for size in sizes):
+        raise SpecError(f"top_sizes {sizes} must be multiples of the {pieces} pieces of {spec}.")
     return sizes
 
 
-def block_box(
+def block_segments(
     spec: HDSpec, shape: Sequence[int], index: int, top_sizes: Sequence[int] | None
-) -> Box:
-    """Return the box of subgroup ``index``'s block in the global tensor."""
-    if top_sizes is None:
-        assert not isinstance(spec.top, Shard), f"pass check_top_sizes's extents for {spec}"
-        return Box.whole(shape)
-    dim = spec.top.dim  # type: ignore[attr-defined]
-    first = sum(top_sizes[:index])
-    start, stop = [0] * len(shape), list(shape)
-    start[dim], stop[dim] = first, first + top_sizes[index]
-    return Box(tuple(start), tuple(stop))
+) -> tuple[tuple[Segment, ...], ...]:
+    """Return subgroup ``index``'s block, dim by dim, as runs of global indices.
+
+    A top ``Shard`` gives one run. A strided one, as a view gives that merges the cut dim behind another,
+    cuts each of its pieces alike: (2, 4) cut 3:1 on dim 1 and seen as (8,) is 0-2 and 4-6 beside 3 and 7.
+    """
+    segments = [(Segment(0, length),) for length in shape]
+    dim = checks.shard_dim(spec.top)
+    if dim is None:
+        return tuple(segments)
+    assert top_sizes is not None, f"pass check_top_sizes's extents for {spec}"
+    pieces = num_pieces(spec.top)
+    length = shape[dim] // pieces
+    first, size = sum(top_sizes[:index]) // pieces, top_sizes[index] // pieces
+    segments[dim] = tuple(
+        Segment(piece * length + first, piece * length + first + size) for piece in range(pieces)
+    )
+    return tuple(segments)
+
+
+def block_boxes(
+    spec: HDSpec, shape: Sequence[int], index: int, top_sizes: Sequence[int] | None
+) -> tuple[Box, ...]:
+    """Return the boxes of subgroup ``index``'s block in the global tensor, empty ones too."""
+    runs = block_segments(spec, shape, index, top_sizes)
+    return tuple(
+        Box(tuple(run.start for run in corner), tuple(run.stop for run in corner))
+        for corner in itertools.product(*runs)
+    )
+
+
+def block_shape(
+    spec: HDSpec, shape: Sequence[int], index: int, top_sizes: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Return the shape of subgroup ``index``'s block."""
+    out = list(shape)
+    dim = checks.shard_dim(spec.top)
+    if dim is not None:
+        assert top_sizes is not None, f"pass check_top_sizes's extents for {spec}"
+        out[dim] = top_sizes[index]
+    return tuple(out)
 
 
 def normalize_dim(placement: Placement, num_dims: int) -> int | None:
@@ -143,29 +190,26 @@ def normalize_dim(placement: Placement, num_dims: int) -> int | None:
 
 
 def subgroup_segments(
-    group: Subgroup, coordinate: Sequence[int], block: Box
+    group: Subgroup, coordinate: Sequence[int], block: Sequence[tuple[Segment, ...]]
 ) -> tuple[tuple[Segment, ...], ...]:
     """Return what one rank of a subgroup owns, dim by dim, as runs of global indices.
 
     Args:
         group: The subgroup.
         coordinate: The rank's coordinate on each mesh axis.
-        block: The subgroup's block of the global tensor.
+        block: The subgroup's block of the global tensor (``block_segments``).
 
     Raises:
         SpecError: If a placement names a dim that the tensor does not have.
     """
-    num_dims = len(block.start)
-    segments: list[tuple[Segment, ...]] = [
-        (Segment(a, b),) for a, b in zip(block.start, block.stop, strict=True)
-    ]
+    num_dims = len(block)
+    segments = list(block)
     for placement, size, position in zip(
         group.placements, group.mesh_shape, coordinate, strict=True
     ):
         dim = normalize_dim(placement, num_dims)
         if dim is not None:
-            pieces = placement.split_factor if checks.is_strided(placement) else 1  # type: ignore[attr-defined]
-            segments[dim] = _take(segments[dim], size, position, pieces)
+            segments[dim] = _take(segments[dim], size, position, num_pieces(placement))
     return tuple(segments)
 
 
@@ -191,7 +235,7 @@ def owned_boxes(
     index = spec.index_of(rank)
     if index is None:
         return ()
-    block = block_box(spec, shape, index, top_sizes)
+    block = block_segments(spec, shape, index, top_sizes)
     group = spec.subgroups[index]
     segments = subgroup_segments(group, group.coordinate(rank), block)
     per_dim = []
@@ -220,7 +264,7 @@ def local_shape(
     if index is None:
         return (0,)
     group = spec.subgroups[index]
-    block = block_box(spec, shape, index, top_sizes)
+    block = block_segments(spec, shape, index, top_sizes)
     segments = subgroup_segments(group, group.coordinate(rank), block)
     return tuple(sum(run.stop - run.start for run in runs) for runs in segments)
 

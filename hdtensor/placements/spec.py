@@ -314,8 +314,9 @@ class HDSpec:
     @property
     def hdim(self) -> int:
         """The paper's HDim code: d for ``Shard(d)``, -1 for ``Replicate``, -2 for ``Partial``."""
-        if isinstance(self.top, Shard):
-            return self.top.dim
+        dim = checks.shard_dim(self.top)
+        if dim is not None:
+            return dim
         return PARTIAL_CODE if isinstance(self.top, Partial) else REPLICATE_CODE
 
     def index_of(self, rank: int) -> int | None:
@@ -333,7 +334,7 @@ class HDSpec:
         """
         top = changes.pop("top", self.top)
         subgroups = changes.pop("subgroups", self.subgroups)
-        default = self.top_ratio if isinstance(top, Shard) else None
+        default = self.top_ratio if checks.is_cut(top) else None
         ratio = changes.pop("top_ratio", default)
         if changes:
             raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, assert_never
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._rank import current_rank
-from hdtensor.collectives import split
+from hdtensor.collectives import observe, split
 from hdtensor.collectives.groups import group_of
 from hdtensor.errors import RedistributeError
 from hdtensor.placements import HDSpec, Subgroup
@@ -247,6 +248,9 @@ def _start(job: Job, flat: Tensor, sent: Sequence[int], received: Sequence[int])
     # A lazy conjugate or negation must not be sent as the bytes below it.
     flat = flat.resolve_conj().resolve_neg().contiguous()
     collective, group = job.collective, group_of(job.collective.ranks)
+    if observe.listeners:
+        kind = re.sub("(?<=.)([A-Z])", r"_\1", type(collective).__name__).lower()
+        observe.notify(kind, collective.ranks, flat.nbytes)
     match collective:
         case AllReduce():
             return split.all_reduce(flat, collective.op, len(collective.terms), group)

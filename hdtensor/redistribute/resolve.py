@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate
 
 from hdtensor.errors import RedistributeError
-from hdtensor.placements import HDSpec, Subgroup, block_box, check_top_sizes
-from hdtensor.placements.checks import ranks_text
+from hdtensor.placements import HDSpec, Subgroup, block_shape, check_top_sizes
+from hdtensor.placements.checks import is_cut, ranks_text, shard_dim
 from hdtensor.placements.layout import normalize_dim
 from hdtensor.redistribute.bottom import bottom_steps
 from hdtensor.redistribute.steps import Layout, LocalStep, RedistributePlan, Step
@@ -142,8 +142,8 @@ def _connect(start: Layout, end: Layout) -> Steps | None:
         steps: Steps = ()
         pairs = zip(start.spec.subgroups, end.spec.subgroups, strict=True)
         for index, (old, new) in enumerate(pairs):
-            block = block_box(start.spec, start.shape, index, start.top_sizes)
-            steps += bottom_steps(old, new, block.shape, index)
+            block = block_shape(start.spec, start.shape, index, start.top_sizes)
+            steps += bottom_steps(old, new, block, index)
         return steps
     if start.spec.subgroups == end.spec.subgroups:
         return top_steps(start, end)
@@ -168,7 +168,7 @@ def _cheapest_route(start: Layout, end: Layout) -> Steps:
 def _routes(start: Layout, end: Layout) -> Iterator[tuple[Layout, ...]]:
     """Yield each of ``ROUTES`` with its layouts, without repeats in a row."""
     src, dst, num_dims = start.spec, end.spec, len(start.shape)
-    cut = {spec.top.dim for spec in (src, dst) if isinstance(spec.top, Shard)}
+    cut = {dim for spec in (src, dst) if (dim := shard_dim(spec.top)) is not None}
     reduced, new_reduced = _reduced(src.subgroups), _reduced(dst.subgroups)
     bottoms = {
         "B": src.subgroups,
@@ -243,7 +243,7 @@ def _align(start: Layout, end: Layout) -> tuple[Steps, Layout]:
         raise RedistributeError(_not_covered(src, dst))
     if order == list(by_ranks):
         return (), start
-    if not isinstance(src.top, Shard):
+    if not is_cut(src.top):
         groups = tuple(by_ranks[ranks] for ranks in order)
         return (), start._replace(spec=src.replace(subgroups=groups))
     whole = Layout(HDSpec(_reduced(src.subgroups)), start.shape, None)

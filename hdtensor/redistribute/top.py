@@ -20,8 +20,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from hdtensor.placements import Box, block_box, cells
+from hdtensor.placements import Box, block_boxes, cells
+from hdtensor.placements.checks import shard_dim
 from hdtensor.redistribute.steps import (
     AllGather,
     AllReduce,
@@ -65,7 +67,7 @@ def top_steps(src: Layout, dst: Layout) -> tuple[Step, ...] | None:
     """
     assert src.spec.subgroups == dst.spec.subgroups, f"{src.spec} and {dst.spec} differ below"
     bottom_partial = any(group.has_partial() for group in src.spec.subgroups)
-    match src.spec.top, dst.spec.top:
+    match _kind(src), _kind(dst):
         case Replicate(), Shard():
             return (LocalStep(index=None, src=src, dst=dst),) if is_within(dst, src) else None
         case _ if bottom_partial:
@@ -109,9 +111,9 @@ def embed(src: Layout, dst: Layout, op: Partial) -> tuple[Step, ...] | None:
     if op.reduce_op not in ("sum", "product"):
         return None
     for index, group in enumerate(src.spec.subgroups):
-        block = _block(src, index)
+        block = block_boxes(src.spec, src.shape, index, src.top_sizes)
         for rank in group.ranks:
-            wanted = [box.intersect(block) for box, _ in dst.boxes(rank)]
+            wanted = [box.intersect(piece) for box, _ in dst.boxes(rank) for piece in block]
             if not _covers(src, rank, [box for box in wanted if box is not None]):
                 return None
     return (LocalStep(index=None, src=src, dst=dst, fill=neutral_element(op)),)
@@ -229,8 +231,10 @@ def _covers(layout: Layout, rank: int, boxes: Sequence[Box]) -> bool:
     return True
 
 
-def _block(layout: Layout, index: int) -> Box:
-    return block_box(layout.spec, layout.shape, index, layout.top_sizes)
+def _kind(layout: Layout) -> Placement:
+    """Return the top placement; a strided shard counts as a shard, since conditions look at boxes."""
+    dim = shard_dim(layout.spec.top)
+    return layout.spec.top if dim is None else Shard(dim)
 
 
 def _share(ranks: Ranks, i: int, num_groups: int) -> Ranks:

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hdtensor.debug import svg
 from hdtensor.debug.regions import regions
@@ -57,6 +57,7 @@ def test_frames_show_the_parts_of_the_tensor_or_of_each_subgroup(cut):
     assert sum(r.fill == HATCH for r in drawing.rectangles) == sum("(" in p.label for p in expected)
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_parts_do_not_overlap_and_keep_their_order(data):
     spec, shape, top_sizes = data.draw(

@@ -39,7 +39,9 @@ def build(family: str, seed: int = 0, **changes: Any) -> torch.nn.Module:
     return transformers.Qwen3ForCausalLM(config).double()
 
 
-def batch(step: int, size: int = 8, length: int = 12, masked: bool = False) -> dict[str, torch.Tensor]:
+def batch(
+    step: int, size: int = 8, length: int = 12, masked: bool = False
+) -> dict[str, torch.Tensor]:
     """Return ids and ragged labels: rows have unlike numbers of tokens that count."""
     generator = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(0, 64, (size, length), generator=generator)
@@ -98,7 +100,9 @@ def compare_training(
         plain.zero_grad(), mixed.zero_grad()
         for (name, p), q in zip(tested.named_parameters(), reference.parameters(), strict=True):
             whole = p.detach().full_tensor()
-            torch.testing.assert_close(whole, q.detach(), rtol=1e-5, atol=1e-7, msg=f"{name} {step}")
+            torch.testing.assert_close(
+                whole, q.detach(), rtol=1e-5, atol=1e-7, msg=f"{name} {step}"
+            )
 
 
 def compare_gradient(name: str, parameter: torch.Tensor, reference: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ def replicated_and_layout(draw):
     return layout_of(HDSpec(groups), shape), dst
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(replicated_and_layout())
 def test_a_plan_from_replicate_needs_no_communication_on_any_rank(pair):
     src, dst = pair

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 
-from hdtensor._torch_compat import NormPartial
 from hdtensor.errors import RedistributeError
 from hdtensor.placements import HDSpec
 from hdtensor.redistribute import resolve, simulate
@@ -114,7 +114,7 @@ def test_wrong_shards_raise(shards, text):
 
 @pytest.mark.parametrize("p", [2, 3, -1])
 def test_a_pending_norm_combines_as_a_norm(p):
-    src = HDSpec.from_text("R / 0,1:R 2:R").replace(top=NormPartial(p))
+    src = HDSpec.from_text("R / 0,1:R 2:R").replace(top=_NormPartial(p))
     dst = HDSpec.from_text("R / 0,1:R 2:R")
     shards = {0: torch.tensor(3.0), 1: torch.tensor(3.0), 2: torch.tensor(4.0)}
 

@@ -76,7 +76,7 @@ class Draw:
 
     def __init__(self, seed, steps=None):
         self.rng = random.Random(seed)
-        self.groups = self._groups()
+        self.groups = self._groups(random.Random(seed // 16))  # few worlds: groups are dear
         self.program = Program(seed, self.groups)
         self.values = {}
         ratios = [None, None, *([self.rng.randint(0, 3) for _ in self.groups] for _ in range(3))]
@@ -89,8 +89,8 @@ class Draw:
 
     # -- layouts
 
-    def _groups(self):
-        rng = self.rng
+    @staticmethod
+    def _groups(rng):
         ranks = list(range(WORLD_SIZE))
         if rng.random() < 0.3:
             rng.shuffle(ranks)

@@ -12,10 +12,12 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.propagate import row_rule
-from hdtensor.ops.registry import deduced, is_hdtensor, special
+from hdtensor.ops.registry import call, deduced, is_hdtensor, special
 from hdtensor.placements import checks
 from hdtensor.placements.layout import owned_boxes
+from hdtensor.placements.spec import HDSpec
 
 
 aten = torch.ops.aten
@@ -53,9 +55,17 @@ def _embedding_backward(
 @special(aten.embedding.default)
 def _vocabulary_cut(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Look up only the rows held here, where the table is cut over the vocabulary."""
-    table = args[0]
+    table, indices = args[:2]
     if not is_hdtensor(table) or not _cuts_rows(table._spec):
         return None
+    spec = _indices_beside(table._spec, indices)
+    if spec is not None:
+
+        def gathered(table: Any, indices: Any, *rest: Any) -> Any:
+            whole = torch.ops.hdtensor.redistribute(indices, spec.id, indices._spec.top_sizes)
+            return call(func, table, whole, *rest[:-1], **(rest[-1] or {}))
+
+        return gathered
     run = deduced(func, args, kwargs)
     bound = table._spec
     if bound.index is None:
@@ -78,6 +88,26 @@ def _vocabulary_cut(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _cuts_rows(bound: Any) -> bool:
     tops = (bound.spec.top, *(p for g in bound.spec.subgroups for p in g.placements))
     return any(checks.shard_dim(p) == 0 for p in tops)
+
+
+def _indices_beside(table: BoundSpec, indices: Any) -> HDSpec | None:
+    """Return the spec of indices that are whole along each mesh axis that cuts the table; None if they are.
+
+    The mask is computed from the indices as they come, so that no conversion may follow.
+    """
+    if not is_hdtensor(indices):
+        return None
+    have = indices._spec.spec
+    pairs = zip(have.subgroups, table.spec.subgroups, strict=False)
+    groups = tuple(
+        group.with_placements(
+            p if isinstance(t, Replicate) else Replicate()
+            for p, t in zip(group.placements, other.placements, strict=False)
+        )
+        for group, other in pairs
+        if group.mesh_shape == other.mesh_shape
+    )
+    return have.replace(subgroups=groups) if groups not in ((), have.subgroups) else None
 
 
 def _to_local_rows(

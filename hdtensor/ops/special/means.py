@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate
 
+from hdtensor.collectives import observe
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import call, is_hdtensor, special
 from hdtensor.placements import checks
@@ -134,7 +135,8 @@ def _nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int, kw: Any
     ) -> Any:
         total, effective = call(func, scores, target, weight, _SUM, ignore_index)
-        effective = reduced(effective)
+        with observe.because(f"{func} (effective weight of the loss)"):
+            effective = reduced(effective)
         return call(aten.div.Tensor, total, effective), effective
 
     return run
