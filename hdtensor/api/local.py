@@ -300,19 +300,15 @@ def from_dtensor(
     """
     if spec is None:
         return _one_subgroup(dtensor)
-    spec, problem = attempt(lambda: _spec_around(dtensor, spec))
-    local = torch.empty(0, dtype=dtype) if dtensor is None else dtensor.to_local()
+    local, problem = attempt(lambda: _local_of(dtensor, as_spec(spec), dtype))
     return _from_local(local, spec, shape, top_sizes, True, problem)  # type: ignore[arg-type]
 
 
 def _one_subgroup(dtensor: DTensor | None) -> HDTensor:
     """Take over a DTensor's own mesh and placements; ranks without it hear of them."""
-    mine = None
-    if dtensor is not None:
-        spec = HDSpec.from_meshes([(dtensor.device_mesh, dtensor.placements)])
-        mine = (spec, tuple(dtensor.shape), dtensor.dtype)
+    mine, problem = attempt(lambda: _layout_of(dtensor))
     if communicates() and (mine is None or len(mine[0].ranks) < dist.get_world_size()):
-        said = {m for m in exchange("from_dtensor", mine, None) if m is not None}
+        said = {m for m in exchange("from_dtensor", mine, problem) if m is not None}
         if len(said) > 1:
             listing = "; ".join(
                 sorted(f"{spec} shape={shape} {dtype}" for spec, shape, dtype in said)
@@ -321,6 +317,8 @@ def _one_subgroup(dtensor: DTensor | None) -> HDTensor:
                 f"from_dtensor was called with DTensors of several layouts: {listing}. Pass spec=, which joins them."
             )
         mine = next(iter(said), None)
+    elif problem is not None:
+        raise problem
     if mine is None:
         raise SpecError("from_dtensor(None) on every rank: nothing here tells a shape.")
     spec, shape, dtype = mine
@@ -328,17 +326,29 @@ def _one_subgroup(dtensor: DTensor | None) -> HDTensor:
     return _from_local(local, spec, shape, None, False, None)
 
 
-def _spec_around(dtensor: DTensor | None, spec: HDSpec | str) -> HDSpec:
-    spec = as_spec(spec)
+def _layout_of(dtensor: DTensor | None) -> tuple[HDSpec, tuple[int, ...], torch.dtype] | None:
+    if dtensor is None:
+        return None
+    if not isinstance(dtensor, DTensor):
+        raise SpecError(f"from_dtensor takes a DTensor, got {type(dtensor).__name__}.")
+    spec = HDSpec.from_meshes([(dtensor.device_mesh, dtensor.placements)])
+    return spec, tuple(dtensor.shape), dtensor.dtype
+
+
+def _local_of(dtensor: DTensor | None, spec: HDSpec, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a DTensor's local tensor, after a look at whether it is what the spec says of this rank."""
     index = spec.index_of(current_rank())
     if dtensor is None:
         if index is not None:
             raise SpecError(
                 f"rank {current_rank()} is in {spec.subgroups[index]!r} but passes None."
             )
-    elif index is not None:
+        return torch.empty(0, dtype=dtype)
+    if not isinstance(dtensor, DTensor):
+        raise SpecError(f"from_dtensor takes a DTensor, got {type(dtensor).__name__}.")
+    if index is not None:
         _check_dtensor(dtensor, spec.subgroups[index])
-    return spec
+    return dtensor.to_local()
 
 
 def _check_dtensor(dtensor: DTensor, group: Subgroup) -> None:

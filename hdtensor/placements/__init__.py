@@ -4,6 +4,7 @@ from hdtensor.placements.box import Box, cells
 from hdtensor.placements.codec import spec_from_json, spec_to_json
 from hdtensor.placements.layout import (
     OwnedBox,
+    block_box,
     block_boxes,
     block_shape,
     check_top_sizes,
@@ -23,6 +24,7 @@ __all__ = [
     "HDSpec",
     "OwnedBox",
     "Subgroup",
+    "block_box",
     "block_boxes",
     "block_shape",
     "cells",

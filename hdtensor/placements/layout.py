@@ -161,6 +161,14 @@ def block_boxes(
     )
 
 
+def block_box(
+    spec: HDSpec, shape: Sequence[int], index: int, top_sizes: Sequence[int] | None
+) -> Box:
+    """Return the one box of subgroup ``index``'s block; a strided top shard has none."""
+    (box,) = block_boxes(spec, shape, index, top_sizes)
+    return box
+
+
 def block_shape(
     spec: HDSpec, shape: Sequence[int], index: int, top_sizes: Sequence[int] | None
 ) -> tuple[int, ...]:

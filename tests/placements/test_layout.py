@@ -214,6 +214,21 @@ def test_a_bottom_dim_that_the_tensor_lacks_is_refused(text):
         local_shape(spec, (4, 4), None, 0)
 
 
+def test_a_strided_top_shard_cuts_a_merged_dim_as_the_dim_was_cut():
+    full, spec = numbered((2, 6)), HDSpec.from_text("S1[2:1] / 0,1:R 2:R")
+    merged = HDSpec.from_text("S0x2[2:1] / 0,1:R 2:R")
+    sizes = check_top_sizes(merged, (12,), None)
+    assert sizes == (8, 4)
+    for rank in spec.ranks:
+        before = assembled(full, spec, (2, 6), (4, 2), rank)
+        after = assembled(full.reshape(12), merged, (12,), sizes, rank)
+        assert torch.equal(before.reshape(-1), after)
+    with pytest.raises(SpecError, match="2 equal pieces"):
+        check_top_sizes(merged, (13,), None)
+    with pytest.raises(SpecError, match="multiples of the 2 pieces"):
+        check_top_sizes(merged, (12,), (7, 5))
+
+
 def test_a_top_shard_never_passes_for_a_replica():
     spec = HDSpec.from_text("S0 / 0:R 1:R")
     with pytest.raises(AssertionError, match="check_top_sizes"):

@@ -178,8 +178,8 @@ def test_from_meshes_passes_ratio_and_reduction_on():
         (lambda: HDSpec([Subgroup((0,)), Subgroup((1,))], "S0"), "got 'S0' of type str"),
         (lambda: HDSpec([Subgroup((0,)), Subgroup((1,))], Shard(-1)), "needs a dim >= 0"),
         (
-            lambda: HDSpec([Subgroup((0,)), Subgroup((1,))], StridedShard(0, split_factor=2)),
-            "must be a plain Shard",
+            lambda: HDSpec([Subgroup((0,)), Subgroup((1,))], StridedShard(-1, split_factor=2)),
+            "needs a dim >= 0",
         ),
         (lambda: HDSpec([Subgroup((0,)), Subgroup((1,))], R, (1, 1)), "needs a top Shard"),
         (lambda: HDSpec([Subgroup((0,)), Subgroup((1,))], Shard(0), (1,)), "2 subgroups, got"),

@@ -1,12 +1,11 @@
 """What a layout means, on plain tensors: to cut a tensor into shards, and to read its value back."""
 
 import functools
-import itertools
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial
 
-from hdtensor.placements import HDSpec, block_box, check_top_sizes
+from hdtensor.placements import HDSpec, check_top_sizes
 from hdtensor.redistribute.steps import Layout
 
 
@@ -50,18 +49,21 @@ def take(full, layout, rank):
 def value(layout, shards):
     """Return the tensor that the shards stand for; every replica must agree, bit for bit."""
     spec = layout.spec
-    blocks = [_block_value(layout, index, shards) for index in range(spec.num_subgroups)]
+    parts = [_part(layout, group, shards) for group in spec.subgroups]
+    values = [part for part, _ in parts]
     if isinstance(spec.top, Partial):
-        return _combine(blocks, spec.top)
-    if isinstance(spec.top, Shard):
-        return torch.cat(blocks, spec.top.dim)
-    for other in blocks[1:]:
-        assert torch.equal(other, blocks[0]), f"subgroups disagree under {spec}"
-    return blocks[0]
+        assert all(written.all() for _, written in parts), f"{spec} leaves elements to nobody"
+        return _combine(values, spec.top)
+    out, filled = parts[0]
+    for part, written in parts[1:]:
+        assert torch.equal(out[filled & written], part[filled & written]), f"{spec} disagrees"
+        out, filled = torch.where(written, part, out), filled | written
+    assert filled.all(), f"{spec} leaves elements to nobody"
+    return out
 
 
-def _block_value(layout, index, shards):
-    group = layout.spec.subgroups[index]
+def _part(layout, group, shards):
+    """Return what a subgroup knows of the tensor, and where it knows it."""
     locals_ = {group.coordinate(rank): shards[rank] for rank in group.ranks}
     for axis in reversed(range(len(group.mesh_shape))):
         if isinstance(group.placements[axis], Partial):
@@ -70,19 +72,17 @@ def _block_value(layout, index, shards):
                 lines.setdefault((*at[:axis], 0, *at[axis + 1 :]), []).append(locals_[at])
             reduced = {at: _combine(terms, group.placements[axis]) for at, terms in lines.items()}
             locals_ = {at: reduced[(*at[:axis], 0, *at[axis + 1 :])] for at in locals_}
-    block = block_box(layout.spec, layout.shape, index, layout.top_sizes)
-    out = next(iter(locals_.values())).new_empty(block.shape)
-    written = torch.zeros(block.shape, dtype=torch.bool)
+    out = next(iter(locals_.values())).new_zeros(layout.shape)
+    written = torch.zeros(layout.shape, dtype=torch.bool)
     for rank in group.ranks:
         for piece in layout.boxes(rank):
-            at = piece.box.slices_from(block.start)
+            at = piece.box.slices_from((0,) * out.ndim)
             mine = locals_[group.coordinate(rank)][piece.local_slices]
-            old = out[at][written[at]]
-            assert torch.equal(old, mine[written[at]]), f"replicas disagree under {layout.spec}"
+            known = written[at]
+            assert torch.equal(out[at][known], mine[known]), f"replicas disagree in {layout.spec}"
             out[at] = mine
             written[at] = True
-    assert written.all(), f"{layout.spec} leaves elements to nobody"
-    return out
+    return out, written
 
 
 def _combine(terms, op):
@@ -123,11 +123,3 @@ def _spread(full, num_terms, filler, generator):
     """Return terms of which one, another for each element, is ``full``'s and the others filler's."""
     chosen = torch.randint(0, num_terms, full.shape, generator=generator)
     return [torch.where(chosen == i, full, filler) for i in range(num_terms)]
-
-
-def placements_on(num_axes, choices):
-    """Return all tuples of placements of that many axes."""
-    return list(itertools.product(choices, repeat=num_axes))
-
-
-REPLICATE = Replicate()

@@ -1,5 +1,6 @@
 """Random specs, shapes and pairs of specs for the property tests."""
 
+import itertools
 import math
 
 import torch
@@ -56,18 +57,26 @@ def layouts(draw, shape, sets, meshes=None):
         mesh = meshes[i] if meshes else draw(st.sampled_from(MESHES[len(ranks)]))
         chosen = [draw(placements(len(shape))) for _ in mesh]
         groups.append(Subgroup(ranks, chosen, mesh))
-    top = draw(placements(0))
-    if shape and draw(st.booleans()):
-        top = Shard(draw(st.integers(0, len(shape) - 1)))
-    ratio = sizes = None
-    if isinstance(top, Shard):
-        parts = st.lists(st.integers(0, 4), min_size=len(sets), max_size=len(sets)).filter(any)
-        ratio = draw(st.none() | parts)
-        if len(sets) > 1 and draw(st.booleans()):
-            length = shape[top.dim]
-            cuts = sorted(draw(st.integers(0, length)) for _ in sets[1:])
-            sizes = tuple(b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True))
-    return layout_of(HDSpec(groups, top, ratio), shape, sizes)
+    spec, sizes = draw(tops(shape, groups))
+    return layout_of(spec, shape, sizes)
+
+
+@st.composite
+def tops(draw, shape, groups):
+    """A spec of the subgroups with a random top, and exact extents or None."""
+    if not shape or draw(st.booleans()):
+        return HDSpec(groups, draw(placements(0))), None
+    dim = draw(st.integers(0, len(shape) - 1))
+    pieces = draw(st.sampled_from([n for n in (1, 1, 1, 2, 3) if shape[dim] % n == 0]))
+    top = Shard(dim) if pieces == 1 else StridedShard(dim, split_factor=pieces)
+    parts = st.lists(st.integers(0, 4), min_size=len(groups), max_size=len(groups)).filter(any)
+    spec = HDSpec(groups, top, draw(st.none() | parts))
+    if len(groups) == 1 or draw(st.booleans()):
+        return spec, None
+    length = shape[dim] // pieces
+    cuts = sorted(draw(st.integers(0, length)) for _ in groups[1:])
+    sizes = [b - a for a, b in itertools.pairwise([0, *cuts, length])]
+    return spec, tuple(pieces * size for size in sizes)
 
 
 @st.composite
