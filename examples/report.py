@@ -117,7 +117,6 @@ class Progress:
         self._is_shown = is_shown
         self._is_moving = is_shown and sys.stdout.isatty()
         self._bar = RichProgress(
-            TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(10),
             TextColumn("{task.description}"),
@@ -157,7 +156,7 @@ class Progress:
             return
         seconds, tokens = map(sum, zip(*self._recent, strict=True))
         shares = " ".join(f"{100 * part:.0f}" for part in self.shares.values())
-        text = f"loss {loss:.3f}  {tokens / seconds:6,.0f} tokens/s  work {shares} %"
+        text = f"loss {loss:.3f}  {tokens / seconds:6,.0f} tokens/s  work by rank {shares} %"
         if self._is_moving:
             self._bar.update(self._task, advance=1, description=text, refresh=True)
         elif step in (1, self.num_steps) or step % max(1, self.num_steps // NUM_LINES) == 0:

@@ -80,7 +80,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         warmup.step()
-        yield (loss.item() if plan is None else hd.item(loss)), labels
+        yield float(loss.item() if plan is None else hd.item(loss)), labels
 
 
 def train_on_this_rank(
@@ -96,7 +96,9 @@ def train_on_this_rank(
             progress.advance(loss, labels)
     dist.barrier()  # rank 0's progress line stands
     if rank in plan.outside(dist.get_world_size()):
-        print(f"rank {rank} holds nothing and sees loss {progress.losses[-1]:.4f}", flush=True)
+        # With its newline, or lines of several such ranks could run together.
+        line = f"rank {rank} holds nothing and sees loss {progress.losses[-1]:.4f}\n"
+        print(line, end="", flush=True)
     return progress.losses, progress.shares
 
 
@@ -116,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     if launch.is_first():
         num_bytes = sum(map(len, functions))
         print(f"{len(functions):,} functions of Python's standard library, {num_bytes:,} bytes")
-        print(f"{options.plan}\n{layout}", flush=True)
+        print(f"plan {options.plan.name}: {layout.plan.inputs}\n{layout}\n", flush=True)
     outcome = launch.run(
         train_on_this_rank,
         options,
@@ -153,7 +155,7 @@ def parse_options() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--plan", default=plan, type=Path, help="who holds what, as JSON")
-    add("--steps", default=120, type=whole, help="batches to train on")
+    add("--steps", default=100, type=whole, help="batches to train on")
     add("--batch", default=16, type=whole, help="rows of a batch, over all ranks")
     add("--context", default=128, type=whole, help="tokens of a row")
     add("--lr", default=3e-3, type=positive, help="learning rate after the warmup")

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # (2.11-2.15)
 from torch.distributed.tensor._op_schema import OpSchema  # (2.11-2.15)
-from torch.distributed.tensor._redistribute import redistribute_local_tensor  # (2.11-2.15)
 from torch.distributed.tensor._sharding_prop import ShardingPropagator  # (2.11-2.15)
 from torch.distributed.tensor._utils import ExplicitRedistributionContext  # (2.11-2.15)
 from torch.distributed.tensor.placement_types import (  # (2.11-2.15)
@@ -35,18 +34,17 @@ __all__ = [
     "MaskPartial",
     "OpSchema",
     "Propagator",
-    "ShardingPropagator",
     "StridedShard",
     "TensorMeta",
     "abstract_mesh",
     "at_backward_end",
+    "change_outer_shape",
     "dtensor_propagator",
     "in_backward",
     "local_binding",
     "new_wrapper",
     "no_torch_function",
     "observe_conversion",
-    "redistribute_local_tensor",
 ]
 
 #: ``new_wrapper(cls, local, spec, requires_grad)``: DTensor's constructor of a wrapper subclass in C++;
@@ -69,6 +67,17 @@ def in_backward() -> bool:
 def at_backward_end(callback: Callable[[], None]) -> None:
     """Have the autograd engine call ``callback`` once at the end of the running backward. (2.11-2.15)"""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def change_outer_shape(func: Any, tensor: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> None:
+    """Run an operator that changes shape in place on a wrapper's own sizes, not on what is inside. (2.13-2.15)"""
+    before = torch._C._meta_in_tls_dispatch_include()
+    with torch._C._DisableTorchDispatch():
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            func(tensor, *args, **kwargs)
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(before)
 
 
 def dtensor_propagator() -> ShardingPropagator:

@@ -57,7 +57,8 @@ def ensure_groups(rank_sets: Iterable[Sequence[int]], subgroups: Iterable[Subgro
     """
     wanted = {tuple(ranks) for ranks in rank_sets}
     for subgroup in subgroups:
-        wanted.update(mesh_lines(subgroup.ranks, subgroup.mesh_shape))
+        for axis in range(len(subgroup.mesh_shape)):
+            wanted.update(subgroup.lines(axis))
     if _current is not None and _current.world is dist.group.WORLD and wanted <= _current.known:
         return
     cache = _cache("create groups")
@@ -108,7 +109,7 @@ def mesh_of(subgroup: Subgroup) -> DeviceMesh:
     cache = _cache(f"make a mesh of ranks {list(subgroup.ranks)}")
     mesh = cache.meshes.get(key)
     if mesh is None:
-        mesh = cache.meshes[key] = _make_mesh(cache, *key)
+        mesh = cache.meshes[key] = _make_mesh(cache, subgroup)
     return mesh
 
 
@@ -117,28 +118,6 @@ def num_communicators() -> int:
     if _current is None or _current.world is not dist.group.WORLD:
         return 0
     return sum(len(ranks) > 1 for ranks in _current.known - {_current.all_ranks})
-
-
-def mesh_lines(
-    ranks: Sequence[int], mesh_shape: Sequence[int], axis: int | None = None
-) -> list[Ranks]:
-    """Return the ranks along each mesh axis: what an axis's collectives run over.
-
-    >>> mesh_lines((4, 5, 6, 7), (2, 2))
-    [(4, 6), (5, 7), (4, 5), (6, 7)]
-
-    Args:
-        ranks: Global ranks, row-major over ``mesh_shape``.
-        mesh_shape: Sizes of the mesh axes.
-        axis: Only this axis's lines; default all axes', first axis first.
-    """
-    grid = torch.tensor(tuple(ranks)).reshape(tuple(mesh_shape))
-    axes = range(len(mesh_shape)) if axis is None else [axis]
-    return [
-        tuple(line)
-        for a in axes
-        for line in grid.movedim(a, -1).reshape(-1, mesh_shape[a]).tolist()
-    ]
 
 
 def _cache(action: str) -> _Cache:
@@ -160,7 +139,8 @@ def _cache(action: str) -> _Cache:
     return _current
 
 
-def _make_mesh(cache: _Cache, ranks: Ranks, mesh_shape: Ranks) -> DeviceMesh:
+def _make_mesh(cache: _Cache, subgroup: Subgroup) -> DeviceMesh:
+    ranks, mesh_shape = subgroup.ranks, subgroup.mesh_shape
     grid = torch.tensor(ranks, dtype=torch.int).reshape(mesh_shape)
     names = tuple(f"axis{a}" for a in range(len(mesh_shape)))
     rank = dist.get_rank()
@@ -168,7 +148,7 @@ def _make_mesh(cache: _Cache, ranks: Ranks, mesh_shape: Ranks) -> DeviceMesh:
         return DeviceMesh(_device_type(), grid, mesh_dim_names=names, _init_backend=False)
     groups = []
     for axis in range(len(mesh_shape)):
-        (line,) = [line for line in mesh_lines(ranks, mesh_shape, axis) if rank in line]
+        (line,) = [line for line in subgroup.lines(axis) if rank in line]
         if line not in cache.groups:
             raise GroupError(_missing_text(line, known=False))
         groups.append(cache.groups[line])

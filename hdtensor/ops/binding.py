@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,15 @@ from hdtensor._torch_compat import (
 from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.calls import SHAPE_ARGS, STRIDE_ARGS, Call, as_list, converted, out_top_sizes
+from hdtensor.ops.calls import (
+    SHAPE_ARGS,
+    SIZE_ARGS,
+    STRIDE_ARGS,
+    Call,
+    as_list,
+    converted,
+    out_top_sizes,
+)
 from hdtensor.ops.deduce import Decision
 from hdtensor.ops.propagate import Path
 from hdtensor.ops.registry import events
@@ -42,6 +51,7 @@ class Binding:
         for path, top in decision.top_inputs.items():
             bound = converted(self.after_top, path, top)
             self.after_top = self.after_top.with_spec(path, bound)
+        self.is_copy = self._is_copy()
         self.outs = [self._out(k, spec) for k, spec in enumerate(decision.outs)]
         self.mutated = mutated_argument(call.func)
         self._check_mutated()
@@ -63,7 +73,14 @@ class Binding:
                 sizes = out_top_sizes(
                     self.after_top, self.decision.out_sizes_from, spec.top, meta.shape
                 )
-        return BoundSpec.of(spec, meta.shape, meta.stride, meta.dtype, sizes)
+        return BoundSpec.of(spec, meta.shape, meta.stride, meta.dtype, sizes, self.is_copy)
+
+    def _is_copy(self) -> bool:
+        """Whether the results look like views but share no memory with the operand, on some rank."""
+        if not is_view(self.call.func) or self.call.func is torch.ops.aten.detach.default:
+            return False  # a gradient is detached before it becomes ``.grad``, which is written to
+        moved = bool(self.decision.top_inputs) or any(self.decision.bottom_inputs)
+        return moved or any(bound.is_copy for bound in self.call.specs.values())
 
     def _check_mutated(self) -> None:
         if self.mutated is None or isinstance(self.call.args[self.mutated], list):
@@ -76,6 +93,7 @@ class Binding:
                 f"{self.call.func} writes to a plain tensor from distributed operands; write to an "
                 f"HDTensor, or use hdtensor.full_tensor() on the operands."
             )
+        check_writable(self.call.func, self.call.name_of(path), own)
         name = self.call.name_of(path)
         changes = path in self.decision.top_inputs or any(
             path in inputs for inputs in self.decision.bottom_inputs
@@ -98,8 +116,22 @@ class Binding:
             stride_position = STRIDE_ARGS.get(self.call.func)
             if stride_position is not None:
                 self.literals[stride_position] = _local_stride(self.outs[0])
+        if self.call.func in SIZE_ARGS:
+            self.literals |= self._sizes(index)
         for path in {**decision.top_inputs, **decision.bottom_inputs[index]}:
             self.conversions[path] = self._conversion(path, index)
+
+    def _sizes(self, index: int) -> dict[int, int]:
+        """Return an operand's local batch size, channels and elements a channel, by argument position."""
+        path, first = SIZE_ARGS[self.call.func]
+        bound = self.after_top.specs[path]
+        wanted = self.decision.bottom_inputs[index].get(path)
+        if wanted is not None:
+            groups = list(bound.spec.subgroups)
+            groups[index] = groups[index].with_placements(wanted)
+            bound = bound.with_spec(bound.spec.replace(subgroups=tuple(groups)))
+        batch, channels, *rest = bound.local_shape()
+        return {first: batch, first + 1: channels, first + 2: math.prod(rest)}
 
     def _conversion(self, path: Path, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         before, after = self.call.specs[path], self.after_top.specs[path]
@@ -189,6 +221,27 @@ def _bottom_step(
             return convert(x)
 
     return step
+
+
+def check_writable(func: Any, name: str, bound: BoundSpec) -> None:
+    """Raise if what is written into the tensor would be lost in the tensor that it is a view of.
+
+    Raises:
+        DeductionError: With what to call instead.
+    """
+    if bound.is_copy:
+        raise DeductionError(
+            f"{func}: {name!r} ({bound}) came out of a view that had to move data, so that it shares no memory with "
+            f"the tensor it was taken from, which would stay as it is. Use the out-of-place operator or "
+            f"{name}.clone(), or redistribute the tensor before the view."
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def is_view(func: Any) -> bool:
+    """Return whether the operator's results share memory with an operand."""
+    returns = func._schema.returns
+    return not func._schema.is_mutable and any(r.alias_info is not None for r in returns)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -40,6 +40,8 @@ class BoundSpec:
         top_sizes: Exact extents of the blocks along a top ``Shard``'s dim, else None.
         rank: Whose view this is.
         index: The rank's subgroup, None where the rank is outside all of them.
+        is_copy: Whether a view operator had to move data to make the tensor, so that it shares no memory with what it is
+            a view of. Writing into it would be lost there; operators that write refuse it.
     """
 
     __slots__ = (
@@ -47,6 +49,7 @@ class BoundSpec:
         "_top",
         "dtype",
         "index",
+        "is_copy",
         "rank",
         "shape",
         "spec",
@@ -63,6 +66,7 @@ class BoundSpec:
     top_sizes: tuple[int, ...] | None
     rank: int
     index: int | None
+    is_copy: bool
     _top: DTensorSpec | None
     _subs: list[DTensorSpec | None]
 
@@ -79,15 +83,16 @@ class BoundSpec:
         stride: Sequence[int],
         dtype: torch.dtype,
         top_sizes: tuple[int, ...] | None,
+        is_copy: bool = False,
     ) -> BoundSpec:
         """Return the interned value; ``top_sizes`` must be exact (``check_top_sizes``)."""
         rank = current_rank()
-        key = (spec, tuple(shape), tuple(stride), dtype, top_sizes, rank)
+        key = (spec, tuple(shape), tuple(stride), dtype, top_sizes, rank, is_copy)
         found = cls._interned.get(key)
         if found is None:
             if len(cls._interned) >= MAX_INTERNED:
                 cls._interned.clear()
-            found = cls._interned[key] = cls._build(spec, shape, stride, dtype, top_sizes, rank)
+            found = cls._interned[key] = cls._build(*key)
         return found
 
     @classmethod
@@ -119,13 +124,14 @@ class BoundSpec:
         )
 
     @classmethod
-    def _build(cls, spec, shape, stride, dtype, top_sizes, rank) -> BoundSpec:
+    def _build(cls, spec, shape, stride, dtype, top_sizes, rank, is_copy) -> BoundSpec:
         bound = object.__new__(cls)
         bound.spec = spec
         bound.tensor_meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
         bound.shape, bound.stride, bound.dtype = bound.tensor_meta
         bound.top_sizes = top_sizes
         bound.rank = rank
+        bound.is_copy = is_copy
         bound.index = spec.index_of(rank)
         bound._top = None
         bound._subs = [None] * spec.num_subgroups

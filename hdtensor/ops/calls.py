@@ -45,6 +45,29 @@ SHAPE_ARGS = RESHAPES | {
     aten.new_ones.default: 1,
     aten.new_full.default: 1,
     aten.new_empty_strided.default: 1,
+    aten.diagonal_backward.default: 1,
+    aten.unfold_backward.default: 1,
+    aten._upsample_bicubic2d_aa_backward.default: 2,
+    aten._upsample_bilinear2d_aa_backward.default: 2,
+    aten._upsample_lanczos2d_aa_backward.default: 2,
+    aten._upsample_nearest_exact1d_backward.default: 2,
+    aten._upsample_nearest_exact2d_backward.default: 2,
+    aten._upsample_nearest_exact3d_backward.default: 2,
+    aten.upsample_bicubic2d_backward.default: 2,
+    aten.upsample_bilinear2d_backward.default: 2,
+    aten.upsample_linear1d_backward.default: 2,
+    aten.upsample_nearest1d_backward.default: 2,
+    aten.upsample_nearest2d_backward.default: 2,
+    aten.upsample_nearest3d_backward.default: 2,
+    aten.upsample_trilinear3d_backward.default: 2,
+}
+
+
+#: Operators that take batch size, channels and elements a channel as three numbers: the operand whose they are, and
+#: the position of the first.
+SIZE_ARGS: dict[Any, tuple[Path, int]] = {
+    aten.native_group_norm.default: ((0,), 3),
+    aten.native_group_norm_backward.default: ((1,), 5),
 }
 
 
@@ -147,6 +170,38 @@ def check_same_cut(call: Call) -> None:
         )
 
 
+#: Operators that broadcast their operands without the tag that says so.
+_BROADCASTING = {
+    aten.masked_fill.Tensor,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
+    aten.copy_.default,
+    aten.mse_loss.default,
+    aten.huber_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+}
+
+
+def check_broadcast(call: Call) -> None:
+    """Raise if an operand whose one row lies in one subgroup must be repeated in the others.
+
+    Raises:
+        DeductionError: With the ``redistribute`` to insert.
+    """
+    if torch.Tag.pointwise not in call.func.tags and call.func not in _BROADCASTING:
+        return
+    for path, bound in call.specs.items():
+        if bound.top_sizes is None or sum(bound.top_sizes) != 1:
+            continue
+        dim = bound.spec.top.dim - len(bound.shape)  # type: ignore[attr-defined]
+        others = (b.shape for b in call.specs.values())
+        if any(len(shape) >= -dim and shape[dim] != 1 for shape in others):
+            raise needs_communication(call, path, Replicate())
+
+
 def _proportional(a: Sequence[int], b: Sequence[int]) -> bool:
     total_a, total_b = sum(a), sum(b)
     return all(x * total_b == y * total_a for x, y in zip(a, b, strict=True))
@@ -183,7 +238,14 @@ def refused(call: Call, tier: str, error: Exception) -> DeductionError:
             f"{call.func} has no sharding rule at the {tier} tier ({listing}). Redistribute its operands "
             f"to Replicate() at both tiers, or run it on local tensors. ({error})"
         )
-    return DeductionError(f"{call.func}: refused at the {tier} tier ({listing}): {error}")
+    reason = " ".join(map(str, error.args)) or repr(error)
+    hint = ""
+    for path, bound in call.specs.items():
+        if tier == "top" and not isinstance(bound.spec.top, Replicate):
+            name, whole = call.name_of(path), str(bound.spec.replace(top=Replicate()))
+            hint = f" Insert before it: {name} = {name}.redistribute({whole!r})."
+            break
+    return DeductionError(f"{call.func}: refused at the {tier} tier ({listing}): {reason}{hint}")
 
 
 def converted(call: Call, path: Path, top: Placement) -> BoundSpec:

@@ -25,6 +25,7 @@ from hdtensor.ops.calls import (
     SHAPE_ARGS,
     Call,
     as_list,
+    check_broadcast,
     check_same_cut,
     check_same_subgroups,
     converted,
@@ -82,6 +83,7 @@ def decide(call: Call, metas: Any) -> Decision:
     """
     check_same_subgroups(call)
     check_same_cut(call)
+    check_broadcast(call)
     if _all_replicated(call) and call.func not in ROW_RULES:
         return _replicated(call, metas)
     if call.func in RESHAPES:

@@ -12,7 +12,7 @@ from typing import Any
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.errors import DeductionError
 from hdtensor.ops import record
-from hdtensor.ops.binding import Binding
+from hdtensor.ops.binding import Binding, check_writable
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.calls import Call
 from hdtensor.ops.generate import empty_like_local
@@ -87,6 +87,9 @@ def _check_in_place(call: Call, binding: Binding) -> None:
         for i, a in enumerate(call.func._schema.arguments)
         if a.alias_info and a.alias_info.is_write
     }
+    for path, bound in call.specs.items():
+        if path[0] in writes:
+            check_writable(call.func, call.name_of(path), bound)
     for path in {
         **binding.decision.top_inputs,
         **{p: 0 for b in binding.decision.bottom_inputs for p in b},

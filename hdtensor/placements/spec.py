@@ -123,6 +123,20 @@ class Subgroup:
             coordinate.append(position)
         return tuple(reversed(coordinate))
 
+    def lines(self, axis: int) -> list[tuple[int, ...]]:
+        """Return the ranks along one mesh axis, for each coordinate on the other axes.
+
+        They are what a collective along the axis runs over.
+
+        >>> Subgroup((4, 5, 6, 7), mesh_shape=(2, 2)).lines(0)
+        [(4, 6), (5, 7)]
+        """
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for rank in self.ranks:
+            at = self.coordinate(rank)
+            lines.setdefault(at[:axis] + at[axis + 1 :], []).append(rank)
+        return [tuple(line) for line in lines.values()]
+
     def with_placements(self, placements: Iterable[Placement]) -> Subgroup:
         """Return the same ranks and mesh with other placements."""
         return Subgroup(self.ranks, placements, self.mesh_shape)

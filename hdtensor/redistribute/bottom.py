@@ -69,19 +69,6 @@ def bottom_steps(
     return tuple(walk.steps)
 
 
-def axis_lines(subgroup: Subgroup, axis: int) -> list[Ranks]:
-    """Return the ranks along one mesh axis, for each coordinate on the other axes.
-
-    >>> axis_lines(Subgroup((4, 5, 6, 7), mesh_shape=(2, 2)), 0)
-    [(4, 6), (5, 7)]
-    """
-    lines: dict[tuple[int, ...], list[int]] = {}
-    for rank in subgroup.ranks:
-        at = subgroup.coordinate(rank)
-        lines.setdefault(at[:axis] + at[axis + 1 :], []).append(rank)
-    return [tuple(line) for line in lines.values()]
-
-
 class _Cut(NamedTuple):
     """A ``Shard`` or strided shard with its dim counted from the front."""
 
@@ -228,7 +215,7 @@ class _Walk:
     def _collective_step(
         self, axis: int, src: Layout, dst: Layout, build: Callable[[Ranks], Collective]
     ) -> Step:
-        built = [build(line) for line in axis_lines(self.subgroup, axis)]
+        built = [build(line) for line in self.subgroup.lines(axis)]
         moving = tuple(collective for collective in built if collective.num_moved)
         return BottomStep(index=self.index, axis=axis, src=src, dst=dst, collectives=moving)
 

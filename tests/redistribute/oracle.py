@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Replicate
 
 from hdtensor.placements import HDSpec, check_top_sizes
 from hdtensor.redistribute.steps import Layout
@@ -51,8 +51,9 @@ def value(layout, shards):
     spec = layout.spec
     parts = [_part(layout, group, shards) for group in spec.subgroups]
     values = [part for part, _ in parts]
-    if isinstance(spec.top, Partial):
+    if isinstance(spec.top, Partial | Replicate):
         assert all(written.all() for _, written in parts), f"{spec} leaves elements to nobody"
+    if isinstance(spec.top, Partial):
         return _combine(values, spec.top)
     out, filled = parts[0]
     for part, written in parts[1:]:

@@ -25,7 +25,7 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     bound = args[0]._spec
     num_dims = len(bound.shape)
     over = args[2] if len(args) > 2 and args[2] else range(num_dims)
-    dims = [d % num_dims for d in over]
+    dims = [d % num_dims for d in over] if num_dims else []
     if not cut_dims(bound) & set(dims) and not is_pending(bound):
         return None
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hdtensor.errors import DeductionError
+from hdtensor.ops.binding import check_writable
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.generate import empty_like_local
 from hdtensor.ops.registry import call, special, wrap
@@ -57,6 +58,7 @@ def _check(func: Any, bound: BoundSpec) -> None:
 def _in_place(func: Any, args: tuple[Any, ...], fill_of: Callable[..., Fill]) -> Any:
     bound = args[0]._spec
     _check(func, bound)
+    check_writable(func, "self", bound)
 
     def run(x: Any, *rest: Any) -> Any:
         *given, kw = rest
@@ -170,7 +172,10 @@ def _bernoulli_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = args[0]._spec
     _check(func, bound)
-    mask_bound = BoundSpec.of(bound.spec, bound.shape, bound.stride, torch.bool, bound.top_sizes)
+    bound, mask_bound = (
+        BoundSpec.of(bound.spec, bound.shape, bound.stride, dtype, bound.top_sizes)
+        for dtype in (bound.dtype, torch.bool)
+    )
 
     def run(x: Any, p: float, train: bool | None = True, kw: Any = None) -> Any:
         key = draw_key()

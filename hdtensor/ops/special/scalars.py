@@ -38,15 +38,14 @@ def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return lambda x, kw: x._local_tensor.item()
 
 
-@special(aten.equal.default)
+@special(aten.equal.default, aten.allclose.default)
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not all(is_hdtensor(a) for a in args):
-        return None
+    listing = "; ".join(str(a._spec) for a in args[:2] if is_hdtensor(a))
 
-    def refuse(a: Any, b: Any, kw: Any) -> Any:
+    def refuse(*args_and_kwargs: Any) -> Any:
         raise DeductionError(
-            f"torch.equal of distributed tensors would answer for this rank's shards only ({a._spec}; "
-            f"{b._spec}). Compare a.full_tensor() with b.full_tensor(), which every rank calls."
+            f"{func} of distributed tensors would answer for this rank's shards only ({listing}). Compare "
+            f"a.full_tensor() with b.full_tensor(), which every rank calls."
         )
 
     return refuse

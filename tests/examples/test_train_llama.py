@@ -1,0 +1,183 @@
+"""The main job, run as a user runs it, but with a few tiny steps."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import transformers
+
+from examples import report
+from hdtensor import AnnotationPlan
+
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPT = "examples/train_llama.py"
+TINY = ["--steps", "6", "--batch", "8", "--context", "16"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def run(*arguments, launcher=()):
+    # The variables of a launcher around the tests would make this a rank of that.
+    around = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return subprocess.run(
+        [sys.executable, *launcher, SCRIPT, *map(str, arguments)],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in around},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def compared(output):
+    """Return the table's ``(many processes, one process)`` of each step."""
+    rows = re.findall(r"^ +\d+ +(\d\.\d+) +(\d\.\d+) +\d\.\de[+-]\d\d$", output, re.MULTILINE)
+    return [tuple(map(float, row)) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forked")
+    return run(*TINY, "--output", folder / "new"), folder / "new" / "train_llama.svg"
+
+
+@pytest.mark.slow
+def test_four_unlike_processes_train_as_one(forked):
+    result, _ = forked
+    assert (result.returncode, result.stderr) == (0, "")
+    rows = compared(result.stdout)
+    assert len(rows) == 5
+    assert all(abs(ours - theirs) < 1e-5 * theirs for ours, theirs in rows)
+    assert rows[0][0] == pytest.approx(math.log(258), abs=0.3)
+    assert rows[4][0] < rows[0][0] - 0.3
+    assert "equal: differences up to" in result.stdout
+
+
+@pytest.mark.slow
+def test_the_output_says_who_holds_what_and_the_outside_rank_sees_the_loss(forked):
+    output = forked[0].stdout
+    assert re.search(r"rank 1 +5 of 8 +429,696 of 792,192, with rank 0\n", output)
+    assert re.search(r"rank 2 +3 of 8 +792,192 of 792,192\n", output)
+    assert re.search(r"rank 3 +outside\n", output)
+    steps = re.findall(
+        r"^step +(\d+)/6  loss (\S+) +\S+ tokens/s  work by rank (.*) %$", output, re.M
+    )
+    assert [int(step) for step, _, _ in steps] == [1, 2, 3, 4, 5, 6]
+    assert [shares.split()[3] for _, _, shares in steps] == ["0"] * 6
+    (seen,) = re.findall(r"^rank 3 holds nothing and sees loss (\S+)$", output, re.M)
+    assert f"{float(seen):.3f}" == steps[-1][1]
+
+
+@pytest.mark.slow
+def test_the_picture_shows_the_curve_and_who_owns_what(forked):
+    result, path = forked
+    assert f"picture: {path}" in result.stdout
+    texts = [node.text for node in ElementTree.parse(path).iter() if node.tag.endswith("text")]
+    assert {"loss", "rank 3", "input_ids", "lm_head.weight"} <= set(texts)
+
+
+@pytest.mark.slow
+def test_torchrun_does_the_same_with_its_own_processes(forked, tmp_path):
+    plan = tmp_path / "my_plan.json"
+    plan.write_text(AnnotationPlan.load(ROOT / "examples/plans/two_unlike.json").to_json())
+    result = run(*TINY, "--output", tmp_path, "--plan", plan, launcher=TORCHRUN)
+    assert result.returncode == 0, result.stderr
+    ours, theirs = compared(result.stdout), compared(forked[0].stdout)
+    assert len(ours) == 5
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    assert result.stdout.count("rank 3 holds nothing and sees loss") == 1
+    assert result.stdout.count("step    6/6") == 1
+    assert (tmp_path / "train_llama.svg").exists()
+
+
+@pytest.mark.slow
+def test_the_check_can_be_left_out(tmp_path):
+    plan = ROOT / "examples/plans/three_subgroups.json"
+    result = run(*TINY, "--no-check", "--output", tmp_path, "--plan", plan)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert compared(result.stdout) == []
+    assert "holds nothing" not in result.stdout
+
+
+def stage(*ranks, layers=(0, 3)):
+    return {"stages": [{"ranks": ranks, "layers": layers}]}
+
+
+BAD_PLANS = {
+    "layers": ({"pipelines": [stage(0, layers=(0, 2))]}, r"pipelines\[0\].stages\[0\].layers: "),
+    "world": ({"pipelines": [stage(0, 7)]}, r"pipelines\[0\].stages\[0\].ranks: rank 7 beyond"),
+    "heads": ({"pipelines": [stage(0, 1, 2)]}, r"pipelines\[0\].stages\[0\].tp: 3 does not divide"),
+    "zero": ({"pipelines": [stage(0)], "zero": 1}, "zero: "),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BAD_PLANS)
+def test_a_bad_plan_is_one_line_and_status_2(name, tmp_path):
+    plan, message = BAD_PLANS[name]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    result = run(*TINY, "--plan", path, "--output", tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch(f"PlanError: {message}.*\n", result.stderr)
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_bad_plan_is_said_once(tmp_path):
+    result = run("--plan", tmp_path / "none.json", "--output", tmp_path, launcher=TORCHRUN)
+    assert result.returncode != 0
+    assert result.stdout == ""
+    assert len(re.findall("^PlanError: cannot read the plan", result.stderr, re.MULTILINE)) == 1
+    assert 'train_llama.py", line' not in result.stderr  # no stack of ours
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps: must be at least 1"),
+        (["--lr", "nan"], "--lr: must be above 0 and finite"),
+        (["--context", "1"], "--context: must be at least 2"),
+        (["--output", SCRIPT], "--output: cannot make"),
+    ],
+)
+def test_bad_options_are_refused(arguments, message, tmp_path):
+    result = run("--output", tmp_path, *arguments)
+    assert result.returncode == 2
+    assert f"error: argument {message}" in result.stderr
+
+
+@pytest.mark.parametrize("bad", [1.1, math.nan])
+def test_losses_that_differ_are_not_equal(bad):
+    assert report.compare([1.0, 2.0, 9.0], [1.0, 2.0], 4, 1e-5)[0]
+    is_equal, text = report.compare([1.0, bad, 9.0], [1.0, 1.0], 4, 1e-5)
+    assert not is_equal
+    assert "NOT EQUAL" in text
+
+
+def test_work_is_by_tokens_that_count_and_parameters_held():
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=4, num_attention_heads=2
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    plan = AnnotationPlan.load(ROOT / "examples/plans/two_unlike.json").expand(model)
+    layout = report.Layout(plan, model, (8, 4), num_ranks=4)
+    labels = torch.full((8, 4), report.IGNORED)
+    labels[0, :3] = 1  # ranks 0, 1: two tokens are predicted
+    labels[5:, 0] = 1  # a row's first token is not
+    labels[7] = 1  # rank 2: three
+    assert layout.work(labels) == pytest.approx({0: 0.2, 1: 0.2, 2: 0.6, 3: 0.0})
+    assert layout.held[2] == sum(p.numel() for p in model.parameters())
+    assert layout.held[0] == layout.held[1] < layout.held[2]
+    assert layout.held[3] == 0
