@@ -126,9 +126,6 @@ def run(
         faulthandler.cancel_dump_traceback_later()
 
 
-# -- in the parent -------------------------------------------------------------------------------
-
-
 def _run_forked(job: Job) -> Any:
     context = multiprocessing.get_context("fork")
     processes: list[BaseProcess] = []
@@ -218,9 +215,6 @@ def _exit_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-# -- in the children -----------------------------------------------------------------------------
 
 
 def _run_rank(rank: int, job: Job, reply: Connection, listener: socket.socket) -> None:

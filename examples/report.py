@@ -191,9 +191,8 @@ def compare(
         lines.append(f"  {step:>4}   {ours:11.7f}   {theirs:9.7f}   {differences[-1]:.1e}")
     is_equal = all(difference < tolerance for difference in differences)
     verdict = "equal" if is_equal else "NOT EQUAL"
-    lines.append(
-        f"{verdict}: differences up to {max(differences):.1e}, allowed below {tolerance:.0e}"
-    )
+    largest = max(differences, key=lambda difference: (math.isnan(difference), difference))
+    lines.append(f"{verdict}: differences up to {largest:.1e}, allowed below {tolerance:.0e}")
     return is_equal, "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -279,6 +280,7 @@ class _ToLocal(torch.autograd.Function):
         return new_wrapper(HDTensor, grad, gradient_bound(ctx.bound), False)
 
 
+@functools.lru_cache(maxsize=8192)
 def gradient_bound(bound: BoundSpec) -> BoundSpec:
     """Return the layout of a gradient that comes back into a tensor: ``Partial`` becomes ``Replicate``."""
     spec = bound.spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)

@@ -43,7 +43,7 @@ def exchange(function: str, mine: Any, problem: Exception | None) -> list[Any]:
         Exception: ``problem``, if there is one.
         DisagreementError: If other ranks cannot go on, or call another function.
     """
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    text = None if problem is None else f"{type(problem).__name__}: {problem}".rstrip(".")
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, (function, text, mine))
     if problem is not None:

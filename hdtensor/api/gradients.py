@@ -8,7 +8,7 @@ the engine ends, all terms are summed together, bucket by bucket in registration
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -36,6 +36,8 @@ class GradientSync:
         self.enabled = True
         self._pending: dict[int, torch.Tensor] = {}
         self._queued = False
+        self._skipped: list[Sequence[torch.Tensor]] = []
+        self._empties: dict[int, HDTensor] = {}
         self._order = {id(p): i for i, p in enumerate(self.parameters)}
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.note)
@@ -51,9 +53,22 @@ class GradientSync:
             self._queued = True
             at_backward_end(self.flush)
 
+    def note_skipped(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Remember parameters of a module that this rank skipped: they get an empty gradient in the end.
+
+        So a gradient exists on every rank or on none, and code that is collective over gradients is safe.
+        """
+        self._skipped.append(parameters)
+        if not self._queued:
+            self._queued = True
+            at_backward_end(self.flush)
+
     def flush(self) -> None:
         """Redistribute all noted gradients; every rank that holds one of them takes part."""
         self._queued = False
+        self._give_empty_gradients()
+        if not self.enabled:
+            return
         pending = [self._pending[i] for i in sorted(self._pending)]
         self._pending.clear()
         work = [(p, gradient_plan(p.grad._spec, p._spec)) for p in pending if p.grad is not None]  # type: ignore[attr-defined]
@@ -64,6 +79,22 @@ class GradientSync:
             )
         for (parameter, _), local in zip(work, moved, strict=True):
             parameter.grad = wrap(local, _home(parameter._spec, parameter.grad.dtype))  # type: ignore[attr-defined,union-attr]
+
+    def _give_empty_gradients(self) -> None:
+        for parameters in self._skipped:
+            for parameter in parameters:
+                if parameter.grad is None and parameter.requires_grad:
+                    parameter.grad = self._empty(parameter)
+        self._skipped.clear()
+
+    def _empty(self, parameter: torch.Tensor) -> HDTensor:
+        empty = self._empties.get(id(parameter))
+        if empty is not None:
+            return empty
+        bound = parameter._spec  # type: ignore[attr-defined]
+        empty = wrap(parameter._local_tensor.detach(), _home(bound, bound.dtype))  # type: ignore[attr-defined]
+        self._empties[id(parameter)] = empty
+        return empty
 
 
 def gradient_plan(grad: BoundSpec, parameter: BoundSpec) -> RedistributePlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.generate import empty_like_local
 from hdtensor.ops.registry import events
 from hdtensor.ops.special.random import draw_key
-from hdtensor.tensor import HDTensor
+from hdtensor.tensor import HDTensor, gradient_bound
 
 
 @dataclass(slots=True)
@@ -112,22 +113,31 @@ class _LeaveNode(torch.autograd.Function):
 class _SkipNode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, outs: tuple[BoundSpec, ...], empty: torch.Tensor, anchor: Any, *inputs: HDTensor
+        ctx: Any,
+        outs: tuple[BoundSpec, ...],
+        note: Callable[[], None],
+        anchor: torch.Tensor | None,
+        *inputs: HDTensor,
     ) -> Any:
-        ctx.empty = empty
-        ctx.bounds = [x._spec for x in inputs]
+        ctx.note, ctx.bounds = note, [x._spec for x in inputs]
+        ctx.device = device = inputs[0]._local_tensor.device
         if len(outs) == 1:
-            return new_wrapper(HDTensor, empty, outs[0], False)
-        return tuple(new_wrapper(HDTensor, empty, bound, False) for bound in outs)
+            return _empty(outs[0], device)
+        return tuple(_empty(bound, device) for bound in outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        needed, empty = ctx.needs_input_grad, ctx.empty
+        ctx.note()
+        needed, device = ctx.needs_input_grad, ctx.device
         given = [
-            new_wrapper(HDTensor, empty, bound, False) if needed[i + 3] else None
+            _empty(gradient_bound(bound), device) if needed[i + 3] else None
             for i, bound in enumerate(ctx.bounds)
         ]
         return (None, None, None, *given)
+
+
+def _empty(bound: BoundSpec, device: torch.device) -> HDTensor:
+    return new_wrapper(HDTensor, empty_like_local(bound.dtype, device), bound, False)
 
 
 _enter = raw_apply(_EnterNode)
@@ -167,31 +177,37 @@ def leave(plain: torch.Tensor, bound: Any, grad_bound: BoundSpec | None) -> HDTe
     return new_wrapper(HDTensor, plain, bound, False)
 
 
-def skip(layout: Layout, inputs: list[HDTensor], outs: tuple[BoundSpec | None, ...]) -> Any:
-    """Stand in for a module that this rank holds no part of."""
+def skip(
+    layout: Layout,
+    inputs: list[HDTensor],
+    outs: tuple[BoundSpec | None, ...],
+    note: Callable[[], None],
+) -> Any:
+    """Stand in for a module that this rank holds no part of.
+
+    Args:
+        layout: What is known of the module for these inputs.
+        inputs: The ``HDTensor``s among its arguments.
+        outs: Layout of each result, None for one that is None.
+        note: Called when backward passes the module.
+    """
     for _ in range(layout.draws):
         draw_key()
-    first = inputs[0]._local_tensor
-    empty = empty_like_local(first.dtype, first.device)
     anchor = None
     if layout.requires_grad and not any(x.requires_grad for x in inputs):
         anchor = _anchor()  # only the parameters require grad, and they are no inputs
-    if layout.is_tuple:
-        made = iter(
-            _as_tuple(_skip_node(tuple([o for o in outs if o is not None]), empty, anchor, *inputs))
-        )
-        return tuple(None if o is None else next(made) for o in outs)
-    return _skip_node(outs, empty, anchor, *inputs)
+    if not layout.is_tuple:
+        return _skip_node(outs, note, anchor, *inputs)
+    held = tuple([out for out in outs if out is not None])
+    made = _skip_node(held, note, anchor, *inputs)
+    following = iter(made if isinstance(made, tuple) else (made,))
+    return tuple(None if out is None else next(following) for out in outs)
 
 
 @functools.cache
 def _anchor() -> torch.Tensor:
     """A leaf that makes a node require grad; it never receives one."""
     return torch.empty(0, requires_grad=True)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def key_of(value: Any, inputs: list[HDTensor]) -> Any:

@@ -30,11 +30,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from hdtensor._torch_compat import new_wrapper
 from hdtensor.api import points
 from hdtensor.api.gradients import GradientSync
 from hdtensor.api.points import Points
+from hdtensor.api.region_leaf import Leaf
 from hdtensor.api.region_nodes import (
     Enter,
     Layout,
@@ -103,12 +104,15 @@ class Region:
         self.forward = module.forward
         self.sync = sync
         self.layouts: dict[Any, Layout] = {}
-        self.leaves: list[_Leaf] | None = None
+        self.leaves: list[Leaf] | None = None
+        self._held = list(module.parameters())
+        self._hook_number = -1
+        self._has_hooks = False
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module in the best way known for these inputs."""
-        if _suspended[0] or torch.compiler.is_compiling():
+        if _suspended[0] or torch.compiler.is_compiling() or self._is_hooked():
             return self.forward(*args, **kwargs)
         inputs: list[HDTensor] = []
         key = (
@@ -133,9 +137,22 @@ class Region:
                 outs = self._derive(layout, inputs)
             if outs is not None:
                 if layout.state == "pruned":
-                    return skip(layout, inputs, outs)
+                    return skip(layout, inputs, outs, self._note_skipped)
                 return self._run(layout, args, kwargs, outs)
         return self._learn(layout, args, kwargs, inputs)
+
+    def _is_hooked(self) -> bool:
+        """Whether somebody's hooks inside want to see what the module would hide.
+
+        torch numbers all hooks in one sequence: without a new number nothing has changed.
+        """
+        if RemovableHandle.next_id != self._hook_number:
+            self._hook_number = RemovableHandle.next_id
+            self._has_hooks = has_hooks(self.module)
+        return self._has_hooks
+
+    def _note_skipped(self) -> None:
+        self.sync.note_skipped(self._held)
 
     # -- the slow states --------------------------------------------------------------------------------------
 
@@ -143,8 +160,6 @@ class Region:
         if len(self.layouts) >= MAX_LAYOUTS:
             self.layouts.clear()
         layout = self.layouts[key] = Layout()
-        if _has_hooks(self.module):
-            layout.state = "failed"
         return layout
 
     def _learn(self, layout: Layout, args: Any, kwargs: Any, inputs: list[HDTensor]) -> Any:
@@ -321,14 +336,14 @@ class Region:
                 for home, key in slots[id(parameter)]:
                     home[key] = parameter
 
-    def _plain_leaves(self) -> list[_Leaf]:
+    def _plain_leaves(self) -> list[Leaf]:
         if self.leaves is None:
             slots = self._slots()
-            self.leaves = [_Leaf(p, slots[id(p)], self.sync) for p in self._parameters()]
+            self.leaves = [Leaf(p, slots[id(p)], self.sync) for p in self._parameters()]
         return self.leaves
 
     @contextlib.contextmanager
-    def _swapped(self, leaves: list[_Leaf]) -> Iterator[None]:
+    def _swapped(self, leaves: list[Leaf]) -> Iterator[None]:
         for leaf in leaves:
             leaf.put()
         try:
@@ -338,62 +353,17 @@ class Region:
                 leaf.take()
 
 
-class _Leaf:
-    """A parameter's local tensor as a plain autograd leaf of the same storage."""
-
-    __slots__ = ("grad_bound", "parameter", "plain", "slots", "sync")
-
-    def __init__(
-        self, parameter: HDTensor, slots: list[tuple[dict[str, Any], str]], sync: GradientSync
-    ) -> None:
-        self.parameter = parameter
-        self.slots = slots
-        self.sync = sync
-        self.grad_bound: BoundSpec | None = None
-        self.plain = self._make()
-
-    def _make(self) -> torch.Tensor:
-        plain = self.parameter._local_tensor.detach()
-        if self.parameter.requires_grad:
-            plain.requires_grad_()
-            plain.register_post_accumulate_grad_hook(self._bring_home)
-        return plain
-
-    def accepts(self, bound: BoundSpec | None) -> bool:
-        """Whether the gradient comes in the layout that other layouts of the inputs gave."""
-        if bound is None:
-            return True
-        if self.grad_bound is None:
-            self.grad_bound = bound
-        return self.grad_bound is bound
-
-    def put(self) -> None:
-        """Stand in for the parameter, with its present values and ``requires_grad``."""
-        parameter, plain = self.parameter, self.plain
-        local = parameter._local_tensor
-        if plain.data_ptr() != local.data_ptr() or plain.requires_grad != parameter.requires_grad:
-            plain = self.plain = self._make()
-        for home, key in self.slots:
-            home[key] = plain
-
-    def take(self) -> None:
-        """Give the parameter its place back."""
-        for home, key in self.slots:
-            home[key] = self.parameter
-
-    def _bring_home(self, plain: torch.Tensor) -> None:
-        grad, plain.grad = plain.grad, None
-        new = new_wrapper(HDTensor, grad, self.grad_bound, False)
-        parameter = self.parameter
-        parameter.grad = new if parameter.grad is None else parameter.grad + new
-        self.sync.note(parameter)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether user hooks inside the module would see plain tensors."""
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether hooks of a user inside a module would see plain tensors, or not be called."""
     from hdtensor.api.parallelize import is_own_hook  # noqa: PLC0415 - parallelize installs regions
 
     for inner in module.modules():
+        for parameter in inner._parameters.values():
+            # GradientSync's own hook is the one.
+            if parameter is not None and (
+                parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1
+            ):
+                return True
         if inner is module:
             continue
         tables: list[Mapping[int, Any]] = [

@@ -154,7 +154,8 @@ def check_reducible(op: Partial, dtype: torch.dtype) -> None:
     """Raise unless ``op`` is defined on ``dtype``; the same on every rank, before anything is sent.
 
     Raises:
-        RedistributeError: On an average or norm of integers, a maximum of complex numbers, and float8.
+        RedistributeError: On an average or norm of integers, a maximum of complex numbers, and dtypes without
+            arithmetic.
     """
     if (op.reduce_op == "avg" or is_norm(op)) and not (dtype.is_floating_point or dtype.is_complex):
         raise RedistributeError(
@@ -162,6 +163,8 @@ def check_reducible(op: Partial, dtype: torch.dtype) -> None:
         )
     if dtype.is_floating_point and dtype.itemsize == 1:
         raise RedistributeError(f"{op} of {dtype}: no arithmetic. Convert to bfloat16 first.")
+    if dtype in (torch.uint16, torch.uint32, torch.uint64):
+        raise RedistributeError(f"{op} of {dtype}: no arithmetic. Convert to int64 first.")
     if dtype.is_complex and (op.reduce_op in ("max", "min") or is_norm(op)):
         raise RedistributeError(f"{op} of {dtype}: complex numbers have no order. Use Partial().")
 

@@ -25,6 +25,7 @@ from hdtensor.ops.calls import (
     Call,
     as_list,
     converted,
+    is_view,
     out_top_sizes,
 )
 from hdtensor.ops.deduce import Decision
@@ -54,7 +55,7 @@ class Binding:
         self.is_copy = self._is_copy()
         self.outs = [self._out(k, spec) for k, spec in enumerate(decision.outs)]
         self.mutated = mutated_argument(call.func)
-        self._check_mutated()
+        self._check_written()
         self.conversions: dict[Path, Callable[[torch.Tensor], torch.Tensor]] = {}
         self.literals: dict[int, Any] = {}
         self.op: Any = call.func
@@ -82,22 +83,26 @@ class Binding:
         moved = bool(self.decision.top_inputs) or any(self.decision.bottom_inputs)
         return moved or any(bound.is_copy for bound in self.call.specs.values())
 
-    def _check_mutated(self) -> None:
-        if self.mutated is None or isinstance(self.call.args[self.mutated], list):
-            return  # lists are checked element by element, in ``foreach``
-        path = (self.mutated,)
-        own = self.call.specs.get(path)
-        out = self.outs[0] if self.outs else None
-        if own is None:
+    def _check_written(self) -> None:
+        for position in written_arguments(self.call.func):
+            value = self.call.args[position] if position < len(self.call.args) else None
+            if value is None or isinstance(value, list):
+                continue  # lists are checked element by element, in ``foreach``
+            self._check_written_at((position,))
+
+    def _check_written_at(self, path: Path) -> None:
+        own = self.call.specs[path]
+        if path in self.call.plain:
             raise DeductionError(
                 f"{self.call.func} writes to a plain tensor from distributed operands; write to an "
                 f"HDTensor, or use hdtensor.full_tensor() on the operands."
             )
-        check_writable(self.call.func, self.call.name_of(path), own)
         name = self.call.name_of(path)
+        check_writable(self.call.func, name, own)
         changes = path in self.decision.top_inputs or any(
             path in inputs for inputs in self.decision.bottom_inputs
         )
+        out = self.outs[0] if self.outs and path == (self.mutated,) else None
         if changes or (
             out is not None and (out.spec.top != own.spec.top or _bottoms(out) != _bottoms(own))
         ):
@@ -238,19 +243,24 @@ def check_writable(func: Any, name: str, bound: BoundSpec) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def is_view(func: Any) -> bool:
-    """Return whether the operator's results share memory with an operand."""
-    returns = func._schema.returns
-    return not func._schema.is_mutable and any(r.alias_info is not None for r in returns)
+def written_arguments(func: Any) -> tuple[int, ...]:
+    """Return the positions of the arguments that the operator writes to."""
+    return tuple(
+        i
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and not argument.kwarg_only
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def mutated_argument(func: Any) -> int | None:
-    """Return the position of the one argument that the operator writes to and returns, or None."""
-    schema = func._schema
-    if not schema.is_mutable:
-        return None
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            return None if argument.kwarg_only else i
-    return None
+    """Return the position of the argument that the operator writes to and returns, if it returns any; or None.
+
+    An operator may write to an argument and return something else: batch norm and its running mean.
+    """
+    returns = func._schema.returns
+    written = written_arguments(func)
+    is_returned = any(r.alias_info is not None and r.alias_info.is_write for r in returns)
+    return written[0] if written and (is_returned or not returns) else None

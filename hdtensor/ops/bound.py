@@ -7,6 +7,7 @@ key compares by identity, and it answers the questions of deduction: the top tie
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -218,6 +219,7 @@ def bound_from_parts(
     return BoundSpec.of(spec, shape, stride, dtype, top_sizes)
 
 
+@functools.lru_cache(maxsize=4096)
 def normalized(spec: HDSpec, num_dims: int) -> HDSpec:
     """Return the spec with non-negative bottom dims.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,6 +124,13 @@ class Call:
         return map_operands(
             lambda _, v: view(v) if isinstance(v, BoundSpec) else v, self.args, self.kwargs
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def is_view(func: Any) -> bool:
+    """Return whether the operator's results share memory with an operand."""
+    returns = func._schema.returns
+    return not func._schema.is_mutable and any(r.alias_info is not None for r in returns)
 
 
 def check_same_subgroups(call: Call) -> None:

@@ -7,6 +7,8 @@ without sizes (see ``record.py``), binding costs microseconds.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from hdtensor.ops.calls import (
     check_same_cut,
     check_same_subgroups,
     converted,
+    is_view,
     needs_communication,
     out_top_sizes,
     refused,
@@ -84,6 +87,9 @@ def decide(call: Call, metas: Any) -> Decision:
     check_same_subgroups(call)
     check_same_cut(call)
     check_broadcast(call)
+    flags = _pending_flags(call)
+    if flags:
+        return _with_reductions(flags, decide(_reduced(call, flags), metas))
     if _all_replicated(call) and call.func not in ROW_RULES:
         return _replicated(call, metas)
     if call.func in RESHAPES:
@@ -107,6 +113,39 @@ def decide(call: Call, metas: Any) -> Decision:
         literals=tuple(b.literals for b in bottoms),
         sized=sized,
     )
+
+
+def _pending_flags(call: Call) -> dict[Path, BoundSpec]:
+    """Return the operands that are pending sums of booleans, with that reduction done.
+
+    Their sum is "or", which no operator but a view commutes with: two true terms are one, and 2.0 after a cast.
+    """
+    if is_view(call.func):
+        return {}
+    found = {}
+    for path, bound in call.specs.items():
+        if bound.dtype is not torch.bool or not bound.spec.has_partial():
+            continue
+        if bound.spec.top == Partial():
+            raise needs_communication(call, path, Replicate())
+        spec = bound.spec.map_bottom(lambda p: Replicate() if p == Partial() else p)
+        if spec is not bound.spec:
+            found[path] = bound.with_spec(spec)
+    return found
+
+
+def _reduced(call: Call, flags: dict[Path, BoundSpec]) -> Call:
+    for path, bound in flags.items():
+        call = call.with_spec(path, bound)
+    return call
+
+
+def _with_reductions(flags: dict[Path, BoundSpec], decision: Decision) -> Decision:
+    inputs = []
+    for index, changes in enumerate(decision.bottom_inputs):
+        reduced = {path: bound.spec.subgroups[index].placements for path, bound in flags.items()}
+        inputs.append({**reduced, **changes})
+    return dataclasses.replace(decision, bottom_inputs=tuple(inputs))
 
 
 def _all_replicated(call: Call) -> bool:
@@ -279,7 +318,25 @@ def _decide_bottom(call: Call, top: TierResult, index: int, metas: Any) -> TierR
         return _gathered(call, top, index, error)
     if any(isinstance(p, MaskPartial) for out in result.outs if out for p in out):
         return _gathered(call, top, index, None)
+    if _averages_unlike_shards(call, result, index):
+        return _gathered(call, top, index, None)
     return result
+
+
+def _averages_unlike_shards(call: Call, result: TierResult, index: int) -> bool:
+    """Whether the rule averages the averages of shards that hold unlike counts."""
+    average = Partial("avg")
+    before = {p for b in call.specs.values() for p in b.spec.subgroups[index].placements}
+    if average in before or not any(average in out for out in result.outs if out):
+        return False
+    sizes = call.subgroups[index].mesh_shape
+    for bound in call.specs.values():
+        block = bound.block_shape(index)
+        for dim in range(len(block)):
+            cuts = [checks.shard_dim(p) == dim for p in bound.spec.subgroups[index].placements]
+            if block[dim] % math.prod(itertools.compress(sizes, cuts)):
+                return True
+    return False
 
 
 def _gathered(call: Call, top: TierResult, index: int, error: Exception | None) -> TierResult:

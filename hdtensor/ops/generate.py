@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -158,6 +158,8 @@ def _local_op(binding: Binding) -> Any:
         return _view_or_copy
     if _needs_identity(binding):
         return functools.partial(_identity, binding.outs[0])  # type: ignore[arg-type]
+    if _gives_nothing(binding):
+        return functools.partial(_nothing, binding)
     found = _bindings().get(id(binding.op))
     return binding.op if found is None else found
 
@@ -183,6 +185,31 @@ def _needs_identity(binding: Binding) -> bool:
         return False
     locals_ = [b.local_shape() for p, b in binding.after_top.specs.items()]
     return all(0 in shape for shape in locals_) and 0 not in out.local_shape()
+
+
+def _gives_nothing(binding: Binding) -> bool:
+    """Whether empty operands give empty results only, here: kernels refuse some of them."""
+    if binding.mutated is not None or not any(binding.outs):
+        return False
+    outs = [bound for bound in binding.outs if bound is not None]
+    ins = binding.after_top.specs.values()
+    return all(0 in b.local_shape() for b in outs) and any(0 in b.local_shape() for b in ins)
+
+
+def _nothing(binding: Binding, *operands: Any, **_: Any) -> Any:
+    like = next(x for x in _tensors(operands))
+    results = [
+        None if b is None else like.new_empty(b.local_shape(), dtype=b.dtype) for b in binding.outs
+    ]
+    return results if binding.is_multi else results[0]
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def _identity(bound: BoundSpec, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

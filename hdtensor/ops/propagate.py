@@ -20,6 +20,7 @@ from hdtensor._torch_compat import (
     Propagator,
     TensorMeta,
 )
+from hdtensor.errors import DeductionError
 
 
 aten = torch.ops.aten
@@ -286,6 +287,10 @@ def _to_cpu(value: Any) -> Any:
 
 def _describe(out: Any) -> Any:
     if isinstance(out, torch.Tensor):
+        if out.layout != torch.strided:
+            raise DeductionError(
+                f"results of layout {out.layout} cannot be distributed; convert t.full_tensor() or t.to_local()."
+            )
         return TensorMeta(out.shape, out.stride(), out.dtype)
     if isinstance(out, tuple | list):
         return (

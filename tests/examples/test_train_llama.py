@@ -1,5 +1,6 @@
 """The main job, run as a user runs it, but with a few tiny steps."""
 
+import importlib
 import json
 import math
 import os
@@ -121,15 +122,51 @@ BAD_PLANS = {
 }
 
 
-@pytest.mark.slow
+@pytest.fixture
+def main(monkeypatch, tmp_path):
+    """Return the program's ``main`` as a function of command line arguments."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    program = importlib.import_module("train_llama")
+
+    def call(*arguments):
+        words = [SCRIPT, "--output", tmp_path / "out", *arguments]
+        monkeypatch.setattr(sys, "argv", list(map(str, words)))
+        return program.main()
+
+    return call
+
+
 @pytest.mark.parametrize("name", BAD_PLANS)
-def test_a_bad_plan_is_one_line_and_status_2(name, tmp_path):
+def test_a_bad_plan_is_one_line_and_status_2(name, main, tmp_path, capsys):
     plan, message = BAD_PLANS[name]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
-    result = run(*TINY, "--plan", path, "--output", tmp_path)
+    assert main("--plan", path) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert re.fullmatch(f"PlanError: {message}.*\n", errors)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps: must be at least 1"),
+        (["--lr", "nan"], "--lr: must be above 0 and finite"),
+        (["--context", "1"], "--context: must be at least 2"),
+        (["--output", ROOT / SCRIPT], "--output: cannot make"),
+    ],
+)
+def test_bad_options_are_refused(arguments, message, main, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(*arguments)
+    assert f"error: argument {message}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_process_ends_with_status_2_after_a_bad_plan(tmp_path):
+    result = run("--plan", tmp_path / "none.json", "--output", tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
-    assert re.fullmatch(f"PlanError: {message}.*\n", result.stderr)
+    assert re.fullmatch("PlanError: cannot read the plan .*\n", result.stderr)
 
 
 @pytest.mark.slow
@@ -141,28 +178,12 @@ def test_under_torchrun_a_bad_plan_is_said_once(tmp_path):
     assert 'train_llama.py", line' not in result.stderr  # no stack of ours
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--steps", "0"], "--steps: must be at least 1"),
-        (["--lr", "nan"], "--lr: must be above 0 and finite"),
-        (["--context", "1"], "--context: must be at least 2"),
-        (["--output", SCRIPT], "--output: cannot make"),
-    ],
-)
-def test_bad_options_are_refused(arguments, message, tmp_path):
-    result = run("--output", tmp_path, *arguments)
-    assert result.returncode == 2
-    assert f"error: argument {message}" in result.stderr
-
-
 @pytest.mark.parametrize("bad", [1.1, math.nan])
 def test_losses_that_differ_are_not_equal(bad):
     assert report.compare([1.0, 2.0, 9.0], [1.0, 2.0], 4, 1e-5)[0]
     is_equal, text = report.compare([1.0, bad, 9.0], [1.0, 1.0], 4, 1e-5)
     assert not is_equal
-    assert "NOT EQUAL" in text
+    assert f"NOT EQUAL: differences up to {abs(bad - 1):.1e}" in text
 
 
 def test_work_is_by_tokens_that_count_and_parameters_held():

@@ -22,12 +22,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor as dtensor_distribute
+from torch.distributed.tensor.experimental import (
+    implicit_replication as dtensor_implicit_replication,
+)
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import hdtensor
 from hdtensor import HDTensor
-from hdtensor.errors import HDTensorError
+from hdtensor.errors import HDTensorError, NonLocalError
 from tests.ops.layouts import LAYOUTS, dtensor_mesh_and_placements, layout_of
 from tests.ops.outcomes import CRASH, REFUSED, RIGHT, WRONG, Case, Outcome
 
@@ -39,6 +42,12 @@ RTOL, ATOL = 1e-3, 1e-4
 #: Operators whose values are whatever the memory held.
 SHAPE_ONLY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"}
 SHAPE_ONLY |= {"new_empty_strided"}
+
+#: What ranks outside raise where an operator reads a value, by contract; the others go on.
+NON_LOCAL = "not local"
+
+#: What torch itself says of any tensor without storage of its own.
+TORCH_REFUSALS = ("its data is not allocated yet",)
 
 #: Operators that are about a Python process and not about values.
 LEFT_OUT = {"item", "equal"}
@@ -137,7 +146,7 @@ def _is_tensor(value: Any) -> bool:
 # -- one case -------------------------------------------------------------------------------------------
 
 
-class _Stop(Exception):
+class _EndedError(Exception):
     """Ends a case with an outcome that all ranks agree on."""
 
     def __init__(self, kind: str, text: str) -> None:
@@ -164,9 +173,7 @@ def run_case(rank: int, case: Case) -> Outcome | None:
             again = call(list(map(_fresh, leaves)))
     except Exception:
         return None
-    is_random = any(
-        map(_differ, wanted, again) if case.op not in SHAPE_ONLY else [False]
-    )
+    is_random = any(map(_differ, wanted, again) if case.op not in SHAPE_ONLY else [False])
     place = functools.partial(_distribute, case, leaves)
     phase = "forward"
     try:
@@ -180,7 +187,7 @@ def run_case(rank: int, case: Case) -> Outcome | None:
         phase = "backward"
         if op.supports_autograd and not is_random and case.op not in SHAPE_ONLY:
             _check_backward(case, plain, wanted, operands, got)
-    except _Stop as stop:
+    except _EndedError as stop:
         return Outcome(case, stop.kind, phase, stop.text)
     return Outcome(case, RIGHT, phase)
 
@@ -200,8 +207,10 @@ def _other_seeds() -> Iterator[None]:
 
 
 def _seeded(case: Case, call: Callable[[list[Any]], list[Any]], values: list[Any]) -> list[Any]:
+    """Call with plain tensors that an operator makes for itself taken as replicated."""
     seed(case, "oracle")
-    return call(values)
+    with hdtensor.implicit_replication(), dtensor_implicit_replication():
+        return call(values)
 
 
 def _differ(a: Any, b: Any) -> bool:
@@ -246,7 +255,9 @@ def _check_backward(
     case: Case, plain: list[Any], wanted: list[Any], operands: list[Any], got: list[Any]
 ) -> None:
     pairs = [(w, g) for w, g in zip(wanted, got, strict=True) if _is_tensor(w) and w.requires_grad]
-    inputs = [(p, o) for p, o in zip(plain, operands, strict=True) if _is_tensor(p) and p.requires_grad]
+    inputs = [
+        (p, o) for p, o in zip(plain, operands, strict=True) if _is_tensor(p) and p.requires_grad
+    ]
     if not pairs or not inputs:
         return
     seed(case.op, case.sample, "gradients")
@@ -266,7 +277,7 @@ def _check_backward(
                 if (p.grad is None) != (o.grad is None):
                     zero = p.grad if o.grad is None else _full(o.grad)
                     if torch.count_nonzero(zero):
-                        raise _Stop(WRONG, f"gradient is {o.grad}, not {p.grad}")
+                        raise _EndedError(WRONG, f"gradient is {o.grad}, not {p.grad}")
                 continue
             _close(_full(o.grad), p.grad, f"gradient of {o!r}")
 
@@ -276,11 +287,11 @@ def _check_backward(
 
 def _compare(case: Case, got: list[Any], wanted: list[Any]) -> None:
     if len(got) != len(wanted):
-        raise _Stop(WRONG, f"{len(got)} results, not {len(wanted)}")
+        raise _EndedError(WRONG, f"{len(got)} results, not {len(wanted)}")
     for number, (g, w) in enumerate(zip(got, wanted, strict=True)):
         if not _is_tensor(w):
             if g != w and not (g != g and w != w):
-                raise _Stop(WRONG, f"result {number} is {g!r}, not {w!r}")
+                raise _EndedError(WRONG, f"result {number} is {g!r}, not {w!r}")
             continue
         if w.layout != torch.strided:
             continue
@@ -291,7 +302,7 @@ def _compare(case: Case, got: list[Any], wanted: list[Any]) -> None:
 def _close(got: torch.Tensor, want: torch.Tensor, what: str, shape_only: bool = False) -> None:
     got, want = got.detach(), want.detach()
     if (got.shape, got.dtype) != (want.shape, want.dtype):
-        raise _Stop(
+        raise _EndedError(
             WRONG, f"{what}: {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
         )
     if shape_only:
@@ -304,7 +315,7 @@ def _close(got: torch.Tensor, want: torch.Tensor, what: str, shape_only: bool = 
         )
     except AssertionError as error:
         lines = [line for line in str(error).splitlines() if line][:3]
-        raise _Stop(WRONG, f"{what}: {' '.join(lines)}") from error
+        raise _EndedError(WRONG, f"{what}: {' '.join(lines)}") from error
 
 
 # -- agreement --------------------------------------------------------------------------------------------
@@ -318,25 +329,32 @@ def _agreed(step: Callable[[], Any]) -> Any:
     value, kind, text = None, RIGHT, ""
     try:
         value = step()
-    except _Stop as stop:
+    except _EndedError as stop:
         kind, text = stop.kind, stop.text
+    except NonLocalError as error:
+        kind, text = NON_LOCAL, f"{type(error).__name__}: {error}"
     except HDTensorError as error:
         kind, text = REFUSED, f"{type(error).__name__}: {error}"
     except Exception as error:
-        kind, text = CRASH, _describe(error)
+        refusal = any(message in str(error) for message in TORCH_REFUSALS)
+        kind, text = REFUSED if refusal else CRASH, _describe(error)
     kinds = _everyone(kind)
     if set(kinds) == {RIGHT}:
         return value
+    if set(kinds) == {RIGHT, NON_LOCAL}:
+        raise _EndedError(REFUSED, "NonLocalError on the ranks outside: the operator reads a value")
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, text, group=_agreement_group())
     if len(set(kinds)) == 1 or WRONG in kinds:
         at = kinds.index(WRONG) if WRONG in kinds else 0
-        raise _Stop(kinds[at], said[at] if at == 0 else f"rank {at}: {said[at]}")
-    listing = "; ".join(f"rank {r}: {k} {t[:300]}" for r, (k, t) in enumerate(zip(kinds, said)))
-    raise _Stop(CRASH, f"ranks disagree: {listing}")
+        raise _EndedError(kinds[at], said[at] if at == 0 else f"rank {at}: {said[at]}")
+    listing = "; ".join(
+        f"rank {r}: {k} {t[:300]}" for r, (k, t) in enumerate(zip(kinds, said, strict=True))
+    )
+    raise _EndedError(CRASH, f"ranks disagree: {listing}")
 
 
-_KINDS = (RIGHT, REFUSED, WRONG, CRASH)
+_KINDS = (RIGHT, REFUSED, NON_LOCAL, WRONG, CRASH)
 
 
 def _everyone(kind: str) -> list[str]:

@@ -46,7 +46,7 @@ for _name, _run in {
     "reciprocal": lambda x: 1 / (x.abs() + 1),
     "affine": lambda x: x * 0.5 - 3,
     "rsub": lambda x: 2 - x,
-    "cast": lambda x: x.float().double(),
+    "cast": lambda x: x.to(torch.complex128).real,
     "clone": torch.clone,
     "contiguous": lambda x: x.transpose(0, -1).contiguous() if x.ndim else x.contiguous(),
     "detach": lambda x: x.detach() * 1,
@@ -430,7 +430,7 @@ def index(x, index):
 
 
 def _join(draw):
-    (x,) = draw.floats(min_dims=1)
+    (x,) = draw.floats(min_dims=1, nonempty=True)
     dim = draw.dim(x)
     shape = list(draw.shape(x))
     others = []
@@ -536,12 +536,7 @@ def _cross_entropy(draw):
 
 @op(_cross_entropy, weight=4)
 def cross_entropy(x, target, weight=None, **options):
-    counted = torch.cat([target, target]) # a target that counts for sure keeps the mean a number
-    return F.cross_entropy(torch.cat([x, x]), _one_counts(counted, options["ignore_index"]), weight, **options)
-
-
-def _one_counts(target, ignore_index):
-    return target if ignore_index < 0 else torch.where(target == ignore_index, target * 0 + ignore_index, target)
+    return F.cross_entropy(x, target, weight, **options)
 
 
 def _loss(draw):

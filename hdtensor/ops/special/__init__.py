@@ -2,6 +2,7 @@
 
 from hdtensor.ops.special import (
     attention,
+    draws,
     embedding,
     fills,
     indexing,
@@ -13,11 +14,14 @@ from hdtensor.ops.special import (
     random,
     rows,
     scalars,
+    scatters,
+    solvers,
 )
 
 
 __all__ = [
     "attention",
+    "draws",
     "embedding",
     "fills",
     "indexing",
@@ -29,4 +33,6 @@ __all__ = [
     "random",
     "rows",
     "scalars",
+    "scatters",
+    "solvers",
 ]

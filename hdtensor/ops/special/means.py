@@ -30,6 +30,7 @@ LOSSES = {
     aten.huber_loss.default: 2,
     aten.soft_margin_loss.default: 2,
     aten.binary_cross_entropy.default: 3,
+    aten.binary_cross_entropy_with_logits.default: 4,
 }
 LOSS_BACKWARDS = {
     aten.mse_loss_backward.default: 3,

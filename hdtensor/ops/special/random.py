@@ -8,6 +8,7 @@ that build one model on many ranks do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -105,9 +106,40 @@ def _bernoulli(p: float = 0.5) -> Fill:
 
 
 def _randint(low: int, high: int) -> Fill:
-    return lambda v, key, start, strides: counter_random.fill_randint_(
-        v, key, start, strides, low, high
-    )
+    def fill(v: torch.Tensor, key: int, start: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        whole = v
+        if v.dtype.is_floating_point or v.dtype == torch.bool:
+            whole = torch.empty(v.shape, dtype=torch.int64, device=v.device)
+        counter_random.fill_randint_(whole, key, start, strides, low, high)
+        if whole is not v:
+            v.copy_(whole)
+
+    return fill
+
+
+def _transformed(base: Fill, transform: Callable[[torch.Tensor], torch.Tensor]) -> Fill:
+    """Return a fill with a function of another's values, computed in a floating dtype."""
+
+    def fill(v: torch.Tensor, key: int, start: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        dtype = v.dtype if v.dtype.is_floating_point else torch.float64
+        drawn = torch.empty(v.shape, dtype=dtype, device=v.device)
+        base(drawn, key, start, strides)
+        v.copy_(transform(drawn))
+
+    return fill
+
+
+def _log_normal(mean: float = 1.0, std: float = 2.0) -> Fill:
+    return _transformed(_normal(mean, std), torch.exp)
+
+
+def _cauchy(median: float = 0.0, sigma: float = 1.0) -> Fill:
+    return _transformed(_uniform(), lambda u: (math.pi * (u - 0.5)).tan() * sigma + median)
+
+
+def _geometric(p: float) -> Fill:
+    """Count trials up to the first success: an exponential's whole part."""
+    return _transformed(_exponential(), lambda e: (e / -math.log1p(-p)).ceil())
 
 
 _IN_PLACE: dict[Any, Callable[..., Fill]] = {
@@ -117,6 +149,9 @@ _IN_PLACE: dict[Any, Callable[..., Fill]] = {
     aten.bernoulli_.float: _bernoulli,
     getattr(aten.random_, "from"): _randint,
     aten.random_.to: lambda high: _randint(0, high),
+    aten.log_normal_.default: _log_normal,
+    aten.cauchy_.default: _cauchy,
+    aten.geometric_.default: _geometric,
 }
 
 
@@ -136,7 +171,6 @@ _LIKE: dict[Any, Callable[..., Fill]] = {
 
 @special(*_LIKE)
 def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _check(func, args[0]._spec)
     fill_of = _LIKE[func]
 
     def run(x: Any, *rest: Any) -> Any:
