@@ -41,7 +41,11 @@ Section = Callable[[Settings], list[Row]]
 
 def _layer(settings: Settings) -> list[Row]:
     cases = [(kind, size) for kind in ("TP", "DP") for size in (1, 2)]
-    return [row for kind, size in cases for row in processes.run(bench_layer.measure, size, kind, settings)]
+    return [
+        row
+        for kind, size in cases
+        for row in processes.run(bench_layer.measure, size, kind, settings)
+    ]
 
 
 def _shapes(settings: Settings) -> list[Row]:
@@ -64,16 +68,25 @@ SECTIONS: Mapping[str, Section] = {
     "pruned": lambda settings: processes.run(bench_pruned.measure, 2, settings),
     "shapes": _shapes,
     "first": _first_step,
-    "step": lambda settings: [r for n in (1, 2) for r in processes.run(bench_step.measure, n, settings)],
+    "step": lambda settings: [
+        r for n in (1, 2) for r in processes.run(bench_step.measure, n, settings)
+    ],
 }
 
 
 def main() -> int:
     """Measure, print, write; return 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few repeats; the figures are rough")
-    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), metavar="SECTION",
-                        help=f"measure only these of: {', '.join(SECTIONS)}")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(SECTIONS),
+        metavar="SECTION",
+        help=f"measure only these of: {', '.join(SECTIONS)}",
+    )
     parser.add_argument("--page", type=Path, help="write the page here, also after a partial run")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -92,7 +105,9 @@ def main() -> int:
     for what, text in machine(command, seconds).items():
         print(f"{what}: {text}")
     missed = [row for row in rows if row.is_missed]
-    print(f"{sum(row.goal is not None for row in rows) - len(missed)} goals reached, {len(missed)} missed")
+    print(
+        f"{sum(row.goal is not None for row in rows) - len(missed)} goals reached, {len(missed)} missed"
+    )
     for row in missed:
         print(f"  miss: {row.section}: {row.name}: {row.value:.3g} (goal {row.goal:g})")
     is_whole = not options.quick and not options.only

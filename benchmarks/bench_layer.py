@@ -88,7 +88,9 @@ def measure(kind: str, settings: Settings) -> list[Row]:
     ]
 
 
-def _inputs(whole: nn.Module) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _inputs(
+    whole: nn.Module,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     torch.manual_seed(1)
     hidden = torch.randn(BATCH, LENGTH, HIDDEN)
     tables = whole.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
@@ -108,7 +110,9 @@ def _tensor_parallel_sides() -> dict[str, _Side]:
     return _all_sides(
         whole,
         plan,
-        plain=_Side(llama.plain_part(whole, size, rank), hidden.clone().requires_grad_(), tables, grad),
+        plain=_Side(
+            llama.plain_part(whole, size, rank), hidden.clone().requires_grad_(), tables, grad
+        ),
         dtensor=distributed(
             llama.parallelize_with_dtensor(llama.model(1, hidden=HIDDEN), plan, mesh),
             lambda t: distribute_tensor(t, mesh, [Replicate()]),
@@ -140,23 +144,36 @@ def _data_parallel_sides() -> dict[str, _Side]:
         whole,
         plan,
         plain=_Side(
-            llama.plain_part(whole, 1, 0), mine[0].requires_grad_(), tables, mine[1],
+            llama.plain_part(whole, 1, 0),
+            mine[0].requires_grad_(),
+            tables,
+            mine[1],
             llama.sum_gradients if size > 1 else None,
         ),
         dtensor=_Side(
             llama.parallelize_with_dtensor(llama.model(1, hidden=HIDDEN), plan, mesh),
-            x.requires_grad_(), dtensor_tables, g, llama.bring_gradients_home,
+            x.requires_grad_(),
+            dtensor_tables,
+            g,
+            llama.bring_gradients_home,
         ),
         hdtensor=with_hdtensor,
     )
 
 
 def _all_sides(
-    whole: nn.Module, plan: hd.AnnotationPlan, *, plain: _Side, dtensor: _Side, hdtensor: Callable[[nn.Module], _Side]
+    whole: nn.Module,
+    plan: hd.AnnotationPlan,
+    *,
+    plain: _Side,
+    dtensor: _Side,
+    hdtensor: Callable[[nn.Module], _Side],
 ) -> dict[str, _Side]:
     reference = _Side(whole, *_reference_inputs(whole))
     ways = {
-        way: hdtensor(hd.parallelize(llama.model(1, hidden=HIDDEN), plan, use_regions=way == "region"))
+        way: hdtensor(
+            hd.parallelize(llama.model(1, hidden=HIDDEN), plan, use_regions=way == "region")
+        )
         for way in ("op by op", "region")
     }
     return {"plain": plain, "dtensor": dtensor, **ways, "reference": reference}
@@ -175,4 +192,6 @@ def _check_agreement(sides: dict[str, _Side]) -> None:
         for _ in range(4):  # a region records, checks, then runs
             side.timed()
         for mine, plain in zip(side.results(), expected, strict=True):
-            torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                mine, plain, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+            )

@@ -48,7 +48,14 @@ _NUM_FOREACH_TENSORS = 50
 def operands(distribute: Callable[[torch.Tensor, Any], torch.Tensor]) -> Operands:
     """Return the operands of ``OPERATORS``; ``distribute(tensor, placement)`` makes each."""
     torch.manual_seed(0)
-    shapes = {"a": (8, 16), "b": (8, 16), "c": (8, 16), "w": (16, 16), "bias": (16,), "scale": (16,)}
+    shapes = {
+        "a": (8, 16),
+        "b": (8, 16),
+        "c": (8, 16),
+        "w": (16, 16),
+        "bias": (16,),
+        "scale": (16,),
+    }
     cut = ("a", "b", "c")
     return {
         name: distribute(torch.randn(shape), Shard(0) if name in cut else Replicate())
@@ -102,7 +109,9 @@ def _operator_rows(mesh: DeviceMesh, settings: Settings, records: bool) -> list[
     return [*rows, Row(section=section, name="geometric mean", figure=figure, value=mean, goal=0.6)]
 
 
-def _check_agreement(name: str, run: Callable[[Operands], Any], all_operands: dict[str, Operands]) -> None:
+def _check_agreement(
+    name: str, run: Callable[[Operands], Any], all_operands: dict[str, Operands]
+) -> None:
     if name == "add_":  # would change one side's operand only
         return
     results = {side: run(each) for side, each in all_operands.items()}
@@ -122,7 +131,9 @@ def _foreach_rows(mesh: DeviceMesh, settings: Settings) -> list[Row]:
         "hdtensor": lambda t: hd.distribute_tensor(t, mesh, [Replicate()]),
     }
     whole = [torch.randn(16, 16) for _ in range(_NUM_FOREACH_TENSORS)]
-    lists = {side: ([make(t) for t in whole], [make(t) for t in whole]) for side, make in makers.items()}
+    lists = {
+        side: ([make(t) for t in whole], [make(t) for t in whole]) for side, make in makers.items()
+    }
     rows = []
     for name, run in _FOREACH.items():
         times = interleave(

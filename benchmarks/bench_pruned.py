@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import hdtensor as hd
+from hdtensor._torch_compat import new_wrapper, no_torch_function
 from hdtensor.api.gradients import GradientSync
 from hdtensor.api.regions import Region
 
@@ -23,7 +25,8 @@ WIDTH = 16
 
 def measure(settings: Settings) -> list[Row]:
     """Return the rows of pruned operators and of pruned modules."""
-    rows = [row for records in (False, True) for row in _operator_rows(settings, records)]
+    rows = [_floor_row(settings)]
+    rows += [row for records in (False, True) for row in _operator_rows(settings, records)]
     for num_layers in (2, 40):
         rows += _module_rows(settings, num_layers)
     return rows
@@ -35,12 +38,44 @@ def _on(rank: int, tensor: torch.Tensor, placement: Any = None) -> hd.HDTensor:
     return hd.distribute_tensor(tensor, f"R / {rank}:{bottom}", src_data_rank=None)
 
 
+class _OnlyWraps(torch.Tensor):
+    """The least that a wrapper subclass can do for an operator: wrap an empty tensor, unasked."""
+
+    __slots__ = ("_local_tensor", "_spec")
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __torch_dispatch__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return new_wrapper(_OnlyWraps, args[0]._local_tensor, args[0]._spec, False)
+
+
+def _floor_row(settings: Settings) -> Row:
+    """Return what a pruned operator would cost if nothing had to be looked up."""
+    local = _on(0, torch.randn(16, 16))
+    pruned = _on(1, torch.randn(16, 16))
+    floor = new_wrapper(_OnlyWraps, pruned._local_tensor, pruned._spec, False)
+    times = interleave(
+        {"local": local.t, "floor": floor.t},
+        number=settings.scaled(200),
+        repeats=settings.scaled(15),
+        warmup=20,
+    )
+    return Row(
+        section="A pruned operator: the floor",
+        name="t, if a dispatch looked nothing up and only made the empty result",
+        figure="floor / run locally",
+        value=times["floor"] / times["local"],
+        hdtensor_us=times["floor"],
+    )
+
+
 def _operator_rows(settings: Settings, records: bool) -> list[Row]:
     all_operands = {
         side: bench_ops.operands(lambda t, p, rank=rank: _on(rank, t, p))
         for side, rank in (("local", 0), ("pruned", 1))
     }
     bench_ops.record_gradients(all_operands, records)
+    section = f"A pruned operator, {'with' if records else 'without'} gradient recording"
     rows = []
     for name, run in bench_ops.OPERATORS.items():
         times = interleave(
@@ -51,7 +86,7 @@ def _operator_rows(settings: Settings, records: bool) -> list[Row]:
         )
         rows.append(
             Row(
-                section=f"A pruned operator, {'with' if records else 'without'} gradient recording",
+                section=section,
                 name=name,
                 figure="pruned / run locally",
                 value=times["pruned"] / times["local"],
@@ -59,7 +94,9 @@ def _operator_rows(settings: Settings, records: bool) -> list[Row]:
                 hdtensor_us=times["pruned"],
             )
         )
-    return rows
+    mean = math.exp(sum(math.log(row.value) for row in rows) / len(rows))
+    figure = "pruned / run locally"
+    return [*rows, Row(section=section, name="geometric mean", figure=figure, value=mean, goal=0.7)]
 
 
 def _module_rows(settings: Settings, num_layers: int) -> list[Row]:
@@ -79,7 +116,10 @@ def _module_rows(settings: Settings, num_layers: int) -> list[Row]:
 
     for _ in range(4):  # recorded once, skipped from then on
         backward()
-    runs: dict[str, Callable[[], Any]] = {"forward": lambda: module(x), "forward and backward": backward}
+    runs: dict[str, Callable[[], Any]] = {
+        "forward": lambda: module(x),
+        "forward and backward": backward,
+    }
     times = interleave(runs, number=settings.scaled(200), repeats=settings.scaled(15), warmup=20)
     goals = {"forward": 10.0, "forward and backward": 50.0}
     return [

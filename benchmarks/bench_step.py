@@ -35,7 +35,9 @@ def measure(settings: Settings) -> list[Row]:
     }
     losses = {name: _first_losses(side) for name, side in sides.items()}
     for name, found in losses.items():
-        torch.testing.assert_close(found, losses["plain"], rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            found, losses["plain"], rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
     if size == 2:
         outside = llama.tensor_parallel(NUM_LAYERS, (1,))
         sides["outside"] = _WithHDTensor(outside, batch, use_regions=True)
@@ -90,18 +92,24 @@ class _WithDTensor(_Plain):
     def __init__(self, plan: hd.AnnotationPlan, batch: dict[str, torch.Tensor], size: int) -> None:
         mesh = init_device_mesh("cpu", (size,))
         model = llama.parallelize_with_dtensor(llama.model(NUM_LAYERS), plan, mesh)
-        super().__init__(model, {k: distribute_tensor(v, mesh, [Replicate()]) for k, v in batch.items()})
+        super().__init__(
+            model, {k: distribute_tensor(v, mesh, [Replicate()]) for k, v in batch.items()}
+        )
 
     def step(self) -> torch.Tensor:
         with llama.plain_tensors_allowed():
-            return llama.training_step(self.model, self.batch, self.optimizer, llama.bring_gradients_home)
+            return llama.training_step(
+                self.model, self.batch, self.optimizer, llama.bring_gradients_home
+            )
 
     def loss(self) -> float:
         return self.step().full_tensor().item()
 
 
 class _WithHDTensor(_Plain):
-    def __init__(self, plan: hd.AnnotationPlan, batch: dict[str, torch.Tensor], *, use_regions: bool) -> None:
+    def __init__(
+        self, plan: hd.AnnotationPlan, batch: dict[str, torch.Tensor], *, use_regions: bool
+    ) -> None:
         model = hd.parallelize(llama.model(NUM_LAYERS), plan, use_regions=use_regions)
         super().__init__(model, hd.distribute_batch(model, batch))
 

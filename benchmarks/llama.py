@@ -77,7 +77,9 @@ def _plan(num_layers: int, subgroups: list[tuple[int, ...]]) -> hd.AnnotationPla
 # -- DTensor --------------------------------------------------------------------------------------------------
 
 
-def parallelize_with_dtensor(module: nn.Module, plan: hd.AnnotationPlan, mesh: DeviceMesh) -> nn.Module:
+def parallelize_with_dtensor(
+    module: nn.Module, plan: hd.AnnotationPlan, mesh: DeviceMesh
+) -> nn.Module:
     """Give a model the same plan with DTensor, in place.
 
     Parameters get the plan's placements and its redistribute points become hooks, as with
@@ -89,7 +91,9 @@ def parallelize_with_dtensor(module: nn.Module, plan: hd.AnnotationPlan, mesh: D
         for key, parameter in list(owner._parameters.items()):
             if parameter is not None:
                 spec = expanded.tensors[f"{owner_name}.{key}"]
-                placements = [Replicate()] if spec.num_subgroups > 1 else spec.subgroups[0].placements
+                placements = (
+                    [Replicate()] if spec.num_subgroups > 1 else spec.subgroups[0].placements
+                )
                 tensor = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
                 owner._parameters[key] = nn.Parameter(tensor)
     for point in expanded.points:

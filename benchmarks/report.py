@@ -81,8 +81,9 @@ def text_table(rows: Sequence[Row]) -> str:
     cells = [row.cells() for row in rows]
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *cells, strict=True)]
     lines: list[str] = []
+    section = None
     for row, texts in zip(rows, cells, strict=True):
-        if not lines or row.section != section:
+        if row.section != section:
             section = row.section
             lines += ["", section, _aligned(_COLUMNS, widths)]
         lines.append(_aligned(texts, widths))
@@ -103,13 +104,21 @@ def markdown(rows: Sequence[Row], command: str, seconds: float) -> str:
         *[f"* {name}: {text}" for name, text in machine(command, seconds).items()],
         "",
         f"{len(with_goal) - len(missed)} of {len(with_goal)} rows reach their goal."
-        + "".join(f"\n* miss: {r.section}: {r.name}: {r.value:.3g} (goal {r.goal:g})" for r in missed),
+        + "".join(
+            f"\n* miss: {r.section}: {r.name}: {r.value:.3g} (goal {r.goal:g})" for r in missed
+        ),
     ]
     section = None
     for row in rows:
         if row.section != section:
             section = row.section
-            lines += ["", f"## {section}", "", _piped(_COLUMNS), "|---|" + "---:|" * 3 + "---|---:|---:|---|"]
+            lines += [
+                "",
+                f"## {section}",
+                "",
+                _piped(_COLUMNS),
+                "|---|" + "---:|" * 3 + "---|---:|---:|---|",
+            ]
         lines.append(_piped(row.cells()))
     return "\n".join(lines) + "\n"
 
@@ -151,7 +160,10 @@ def _number(value: float | None) -> str:
 
 def _aligned(texts: Sequence[str], widths: Sequence[int]) -> str:
     is_left = (0, 4, 7)
-    cells = [t.ljust(w) if i in is_left else t.rjust(w) for i, (t, w) in enumerate(zip(texts, widths, strict=True))]
+    cells = [
+        t.ljust(w) if i in is_left else t.rjust(w)
+        for i, (t, w) in enumerate(zip(texts, widths, strict=True))
+    ]
     return "  ".join(cells).rstrip()
 
 

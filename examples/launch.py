@@ -76,12 +76,13 @@ def is_first() -> bool:
 def complain(text: str) -> None:
     """Print an error that every process has, once.
 
-    The others wait: a launcher ends all processes, the first too, as soon as one has ended.
+    A launcher ends all processes as soon as one has ended. So the others leave it to the first to speak
+    and end, and speak only if it has not: then the error is theirs alone.
     """
-    if is_first():
-        print(text, file=sys.stderr, flush=True)
-    else:
-        time.sleep(GRACE_SECONDS)
+    if not is_first():
+        time.sleep(COLLECTIVE_TIMEOUT.total_seconds())
+        text = f"rank {os.environ['RANK']}: {text}"
+    print(text, file=sys.stderr, flush=True)
 
 
 def world_size(default: int) -> int:

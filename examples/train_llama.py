@@ -194,13 +194,15 @@ def main() -> int:
     try:
         return run(options)
     except hd.PlanError as error:
-        status, text = 2, f"PlanError: {error}"
+        launch.complain(f"PlanError: {error}")
+        return 2
     except launch.RanksFailedError as error:
-        status, text = 1, str(error)
+        launch.complain(str(error))
+        return 1
     except KeyboardInterrupt:
-        status, text = 130, "interrupted; all processes have ended"
-    launch.complain(text)
-    return status
+        if launch.is_first():
+            print("interrupted; all processes have ended", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Checked on torch 2.13.0; names marked (2.11-2.15) kept their place over these re
 
 from __future__ import annotations
 
+import datetime
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,7 @@ __all__ = [
     "at_backward_end",
     "change_outer_shape",
     "dtensor_propagator",
+    "group_timeout",
     "in_backward",
     "local_binding",
     "new_wrapper",
@@ -62,6 +64,15 @@ def observe_conversion(src: DTensorSpec, dst: DTensorSpec, text: Callable[[], st
 def in_backward() -> bool:
     """Return whether the autograd engine is running a backward in this thread. (2.11-2.15)"""
     return torch._C._current_graph_task_id() != -1
+
+
+def group_timeout(group: Any, device_type: str) -> datetime.timedelta | None:
+    """Return how long a group's collectives wait, None if its backend does not say. (2.13-2.15)
+
+    ``new_group`` takes the backend's default (30 minutes for gloo) rather than the default group's.
+    """
+    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:

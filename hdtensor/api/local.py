@@ -90,7 +90,7 @@ def from_local(
     """Build a tensor from every rank's shard; differentiable.
 
     Args:
-        local: This rank's shard. Ranks outside every subgroup pass any tensor of the dtype; its values are not used.
+        local: This rank's shard. Ranks outside every subgroup pass any tensor; nothing of it is used.
         spec: How the whole tensor is cut, or the short text of it.
         shape: Global shape. Without it the ranks' shards tell, which takes one small collective.
         top_sizes: Exact extents of the blocks along a top ``Shard``'s dim; with ``shape`` only.
@@ -114,10 +114,12 @@ def _from_local(
     problem: Exception | None,
 ) -> HDTensor:
     """Build a tensor; ``problem`` is an error of this rank that all ranks must hear of."""
+    members_need_grad = None
     if check and communicates():
         said, wrong = attempt(lambda: _Shard.of(local, spec, shape, top_sizes))
         shards = exchange("from_local", said, problem or wrong)
         bound = _agreed(shards)
+        members_need_grad = shards[bound.spec.ranks[0]].requires_grad
     elif problem is not None:
         raise problem
     elif shape is None:
@@ -126,7 +128,8 @@ def _from_local(
         bound = BoundSpec.bind(as_spec(spec), shape, None, local.dtype, top_sizes)
     prepare_groups(bound.spec)
     if bound.index is None:
-        local = local.new_empty(0, dtype=bound.dtype)
+        grad = local.requires_grad if members_need_grad is None else members_need_grad
+        local = local.detach().new_empty(0, dtype=bound.dtype).requires_grad_(grad)
     elif tuple(local.shape) != bound.local_shape():
         raise SpecError(
             f"rank {bound.rank}'s shard of {bound} must have shape {bound.local_shape()}, got "
@@ -142,6 +145,7 @@ class _Shard(NamedTuple):
 
     local: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool
     spec: HDSpec
     shape: tuple[int, ...] | None
     top_sizes: tuple[int, ...] | None
@@ -153,12 +157,14 @@ class _Shard(NamedTuple):
         spec, shape = as_spec(spec), _tuple("shape", shape)
         if shape is not None:
             spec = normalized(spec, len(shape))
-        return cls(tuple(local.shape), local.dtype, spec, shape, _tuple("top_sizes", top_sizes))
+        sizes = _tuple("top_sizes", top_sizes)
+        return cls(tuple(local.shape), local.dtype, local.requires_grad, spec, shape, sizes)
 
     def __str__(self) -> str:
         sizes = "" if self.top_sizes is None else f" top_sizes={self.top_sizes}"
         shape = "" if self.shape is None else f" shape={self.shape}"
-        return f"{self.local} {str(self.dtype)[6:]} {self.spec}{shape}{sizes}"
+        grad = " requires_grad" if self.requires_grad else ""
+        return f"{self.local} {str(self.dtype)[6:]} {self.spec}{shape}{sizes}{grad}"
 
 
 def _agreed(said: Sequence[_Shard]) -> BoundSpec:
@@ -167,12 +173,12 @@ def _agreed(said: Sequence[_Shard]) -> BoundSpec:
     beyond = [rank for rank in spec.ranks if rank >= len(said)]
     if beyond:
         raise SpecError(f"{spec} names rank {beyond[0]} beyond the world of {len(said)}.")
-    dtype = said[spec.ranks[0]].dtype
+    dtype, grad = said[spec.ranks[0]][1:3]
     for rank, other in enumerate(said):
-        if other[2:] != said[0][2:] or (rank in spec.ranks and other.dtype != dtype):
+        if other[3:] != said[0][3:] or (rank in spec.ranks and other[1:3] != (dtype, grad)):
             listing = "; ".join(f"rank {r}: {o}" for r, o in enumerate(said))
             raise DisagreementError(
-                f"from_local was called with unlike specs, dtypes or shapes: {listing}. Pass the same ones "
+                f"from_local was called with unlike specs, dtypes, shapes or requires_grad: {listing}. Pass the same ones "
                 f"on every rank."
             )
     shards = {rank: said[rank].local for rank in spec.ranks}

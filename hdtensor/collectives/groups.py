@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hdtensor._rank import is_played
+from hdtensor._torch_compat import group_timeout
 from hdtensor.errors import DisagreementError, GroupError
 
 
@@ -73,9 +74,10 @@ def ensure_groups(rank_sets: Iterable[Sequence[int]], subgroups: Iterable[Subgro
             f"Start more processes, or use a plan for {size} of them."
         )
     _check_agreement(missing)
+    timeout = group_timeout(cache.world, _device_type())
     for ranks in missing:
         in_order = list(ranks) == sorted(ranks)
-        group = dist.new_group(list(ranks), sort_ranks=in_order)
+        group = dist.new_group(list(ranks), timeout=timeout, sort_ranks=in_order)
         if dist.get_rank() in ranks:
             cache.groups[ranks] = group
         cache.known.add(ranks)

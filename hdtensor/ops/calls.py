@@ -193,21 +193,39 @@ _BROADCASTING = {
 }
 
 
-def check_broadcast(call: Call) -> None:
-    """Raise if an operand whose one row lies in one subgroup must be repeated in the others.
+_SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
+_EXPANDS = {aten.expand.default, aten.expand_copy.default}
+
+
+def check_single_row(call: Call) -> None:
+    """Raise if an operand whose one row lies in one subgroup must be repeated in the others, or lose that dim.
 
     Raises:
         DeductionError: With the ``redistribute`` to insert.
     """
-    if torch.Tag.pointwise not in call.func.tags and call.func not in _BROADCASTING:
-        return
     for path, bound in call.specs.items():
         if bound.top_sizes is None or sum(bound.top_sizes) != 1:
             continue
         dim = bound.spec.top.dim - len(bound.shape)  # type: ignore[attr-defined]
-        others = (b.shape for b in call.specs.values())
-        if any(len(shape) >= -dim and shape[dim] != 1 for shape in others):
+        if call.func in _SQUEEZES or call.func in _EXPANDS:
+            is_used = _uses_dim(call, dim, len(bound.shape))
+        elif torch.Tag.pointwise in call.func.tags or call.func in _BROADCASTING:
+            others = (b.shape for b in call.specs.values())
+            is_used = any(len(shape) >= -dim and shape[dim] != 1 for shape in others)
+        else:
+            is_used = False
+        if is_used:
             raise needs_communication(call, path, Replicate())
+
+
+def _uses_dim(call: Call, dim: int, num_dims: int) -> bool:
+    """Whether a squeeze removes the dim, or an expansion repeats it; ``dim`` counts from the end."""
+    if len(call.args) < 2:
+        return True
+    if call.func in _EXPANDS:
+        return bool(call.args[1][dim] not in (1, -1))
+    dims = call.args[1] if isinstance(call.args[1], list | tuple) else [call.args[1]]
+    return dim % num_dims in [d % num_dims for d in dims]
 
 
 def _proportional(a: Sequence[int], b: Sequence[int]) -> bool:

@@ -27,9 +27,9 @@ from hdtensor.ops.calls import (
     SHAPE_ARGS,
     Call,
     as_list,
-    check_broadcast,
     check_same_cut,
     check_same_subgroups,
+    check_single_row,
     converted,
     is_view,
     needs_communication,
@@ -86,16 +86,14 @@ def decide(call: Call, metas: Any) -> Decision:
     """
     check_same_subgroups(call)
     check_same_cut(call)
-    check_broadcast(call)
+    check_single_row(call)
     flags = _pending_flags(call)
     if flags:
         return _with_reductions(flags, decide(_reduced(call, flags), metas))
     if _all_replicated(call) and call.func not in ROW_RULES:
         return _replicated(call, metas)
     if call.func in RESHAPES:
-        decision = _decide_reshape(call, metas)
-        if decision is not None:
-            return decision
+        return _decide_reshape(call, metas)
     top = _decide_top(call, metas)
     after_top = _apply_top(call, top.inputs)
     bottoms = _decide_bottoms(after_top, top, metas)
@@ -158,7 +156,8 @@ def _all_replicated(call: Call) -> bool:
 
 def _replicated(call: Call, metas: Any) -> Decision:
     """Every rank that takes part does the same on the same data: right for any deterministic op."""
-    spec = next(iter(call.specs.values())).spec
+    spec = next(iter(call.specs.values())).spec.replace(top=Replicate())
+    spec = spec.map_bottom(lambda _: Replicate())
     num = spec.num_subgroups
     outs = tuple(spec if isinstance(m, TensorMeta) else None for m in as_list(metas))
     return Decision(outs, None, {}, ({},) * num, (call.func,) * num, ({},) * num)
@@ -399,11 +398,11 @@ def _join(call: Call, top: Placement, bottoms: Sequence[Placements | None]) -> H
     return HDSpec(groups, top, ratio)
 
 
-def _decide_reshape(call: Call, metas: Any) -> Decision | None:
+def _decide_reshape(call: Call, metas: Any) -> Decision:
     bound = call.specs[(0,)]
     src, dst = tuple(bound.shape), tuple(metas.shape)
-    if math.prod(src) == 0:
-        return None
+    if math.prod(src) == 0:  # every rank has all of nothing; DTensor's rule may loop for ever
+        return _replicated(call, metas)
     top, sizes = bound.spec.top, None
     if bound.top_sizes is not None:
         moved = views.view_top(top, bound.top_sizes, src, dst)

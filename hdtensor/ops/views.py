@@ -35,24 +35,24 @@ class CutDim(NamedTuple):
         return None if rest else quotient
 
 
-def follow(dim: int, src: Sequence[int], dst: Sequence[int]) -> CutDim | None:
-    """Return where dim ``dim`` of shape ``src`` goes in a view of shape ``dst``.
+def starts(dim: int, src: Sequence[int], dst: Sequence[int]) -> list[CutDim]:
+    """Return the dims of a view of shape ``dst`` that start where dim ``dim`` of ``src`` does, outermost first.
 
-    Returns:
-        None if no dim of ``dst`` starts where ``dim`` does.
+    There are several where dims of size 1 stand before the next longer one.
     """
-    before = math.prod(src[:dim])
-    inner = math.prod(src[dim + 1 :])
-    passed, candidates = 1, []
+    before, inner = math.prod(src[:dim]), math.prod(src[dim + 1 :])
+    passed, found = 1, []
     for k, size in enumerate(dst):
         if passed == before:
-            candidates.append(k)
+            found.append(CutDim(k, inner, math.prod(dst[k + 1 :])))
         passed *= size
-    if not candidates:
-        return None
-    # Dims of size 1 start where the next one does; the cut belongs to the one that has elements.
-    k = next((k for k in candidates if dst[k] != 1 or src[dim] == 1), candidates[-1])
-    return CutDim(k, inner, math.prod(dst[k + 1 :]))
+    return found
+
+
+def follow(dim: int, src: Sequence[int], dst: Sequence[int]) -> CutDim | None:
+    """Return the dim that has the elements of dim ``dim``, None if no dim starts where it does."""
+    found = starts(dim, src, dst)
+    return next((c for c in found if dst[c.dim] != 1 or src[dim] == 1), found[-1] if found else None)
 
 
 def view_top(
@@ -69,13 +69,12 @@ def view_top(
     dim, pieces = top.dim, num_pieces(top)  # type: ignore[attr-defined]
     if pieces > 1:
         return _strided_top(top, sizes, src, dst)
-    cut = follow(dim, src, dst)
-    if cut is not None:
+    found = starts(dim, src, dst)
+    for cut in found:
         scaled = [cut.scale(size) for size in sizes]
-        if any(size is None for size in scaled):
-            return None
-        return Shard(cut.dim), tuple(size for size in scaled if size is not None)
-    merged = _merge(dim, src, dst)
+        if None not in scaled:
+            return Shard(cut.dim), tuple(size for size in scaled if size is not None)
+    merged = None if found else _merge(dim, src, dst)
     if merged is None:
         return None
     return merged, tuple(size * num_pieces(merged) for size in sizes)

@@ -47,7 +47,7 @@ def batch(
     ids = torch.randint(0, 64, (size, length), generator=generator)
     labels = ids.clone()
     for row in range(size):
-        labels[row, 1 + (row * 5 + step) % length :] = -100
+        labels[row, 3 + (row * 5 + step) % (length - 3) :] = -100
     out = {"input_ids": ids, "labels": labels}
     if masked:
         mask = torch.ones_like(ids)
@@ -79,6 +79,7 @@ def compare_training(
     optimizer: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     lengths: tuple[int, ...] = (12,),
+    size: int = 8,
     **options: Any,
 ) -> None:
     """Train beside one device; every step's loss, gradients and parameters must agree."""
@@ -88,7 +89,7 @@ def compare_training(
     plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
     mixed = torch.optim.AdamW(tested.parameters(), lr=1e-2, eps=1e-3, **extra)
     for step in range(steps):
-        data = batch(step, length=lengths[step % len(lengths)], masked=masked)
+        data = batch(step, size=size, length=lengths[step % len(lengths)], masked=masked)
         expected = reference(**data).loss
         expected.backward()
         loss = tested(**hd.distribute_batch(tested, data)).loss

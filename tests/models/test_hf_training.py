@@ -55,3 +55,12 @@ def test_tied_embeddings():
 @pytest.mark.parametrize("optimizer", [{"foreach": True}, {"fused": True}], ids=str)
 def test_optimizer_implementations(optimizer):
     run_world(_train, 4, "llama", UNLIKE, {"optimizer": optimizer})
+
+
+def _train_one_row(rank):
+    compare_training("llama", UNLIKE, steps=2, size=1)
+
+
+@pytest.mark.dist(4)
+def test_a_batch_of_one_row_leaves_a_subgroup_without_rows():
+    run_world(_train_one_row, 4)

@@ -272,14 +272,15 @@ def _check_backward(
         loss.backward()
 
     def compare() -> None:
-        for p, o in inputs:
-            if p.grad is None or o.grad is None:
-                if (p.grad is None) != (o.grad is None):
-                    zero = p.grad if o.grad is None else _full(o.grad)
-                    if torch.count_nonzero(zero):
-                        raise _EndedError(WRONG, f"gradient is {o.grad}, not {p.grad}")
-                continue
-            _close(_full(o.grad), p.grad, f"gradient of {o!r}")
+        # All ranks collect everything before one of them may stop at a difference.
+        grads = [None if o.grad is None else _full(o.grad) for _, o in inputs]
+        for (p, o), grad in zip(inputs, grads, strict=True):
+            if p.grad is not None and grad is not None:
+                _close(grad, p.grad, f"gradient of {o!r}")
+            elif (p.grad is None) != (grad is None):
+                zero = p.grad if grad is None else grad
+                if torch.count_nonzero(zero):
+                    raise _EndedError(WRONG, f"gradient is {o.grad}, not {p.grad}")
 
     _agreed(backward)
     _agreed(compare)
@@ -288,6 +289,7 @@ def _check_backward(
 def _compare(case: Case, got: list[Any], wanted: list[Any]) -> None:
     if len(got) != len(wanted):
         raise _EndedError(WRONG, f"{len(got)} results, not {len(wanted)}")
+    shown, got = list(map(repr, got)), list(map(_full, got))
     for number, (g, w) in enumerate(zip(got, wanted, strict=True)):
         if not _is_tensor(w):
             if g != w and not (g != g and w != w):
@@ -296,7 +298,7 @@ def _compare(case: Case, got: list[Any], wanted: list[Any]) -> None:
         if w.layout != torch.strided:
             continue
         shape_only = case.op in SHAPE_ONLY
-        _close(_full(g), w, f"result {number}, {g!r}", shape_only=shape_only)
+        _close(g, w, f"result {number}, {shown[number]}", shape_only=shape_only)
 
 
 def _close(got: torch.Tensor, want: torch.Tensor, what: str, shape_only: bool = False) -> None:

@@ -18,8 +18,13 @@ def _is_legacy_empty(tensor: torch.Tensor) -> bool:
 
 @special(aten.cat.default)
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Leave empty 1-D tensors out (an empty KV cache is one); they have no dim that could be cut."""
+    """Leave empty 1-D tensors out (an empty KV cache is one); they have no dim that could be cut.
+
+    Beside other 1-D tensors they are like any.
+    """
     tensors = args[0]
+    if all(t.ndim == 1 for t in tensors):
+        return None
     kept = [i for i, t in enumerate(tensors) if not _is_legacy_empty(t)]
     if len(kept) in (0, len(tensors)):
         return None
