@@ -22,6 +22,7 @@ import hdtensor as hd
 #: The steps that are not counted: placements are decided in them.
 NUM_FIRST_STEPS = 10
 _MIDDLE_LENGTH = 128
+_NUM_LAYERS = 2
 _SECTION = "Shapes that change"
 
 
@@ -72,11 +73,11 @@ def measure_lengths(settings: Settings) -> list[Row]:
     first = _MIDDLE_LENGTH - num_steps // 2
     lengths = list(range(first, first + num_steps))
     random.Random(0).shuffle(lengths)
-    plan = llama.tensor_parallel(1, (0,))
+    plan = llama.tensor_parallel(_NUM_LAYERS, (0,))
     ways = {
-        "plain": llama.model(1),
-        "region": hd.parallelize(llama.model(1), plan),
-        "op by op": hd.parallelize(llama.model(1), plan, use_regions=False),
+        "plain": llama.model(_NUM_LAYERS),
+        "region": hd.parallelize(llama.model(_NUM_LAYERS), plan),
+        "op by op": hd.parallelize(llama.model(_NUM_LAYERS), plan, use_regions=False),
     }
     seconds = {(way, kind): 0.0 for way in ways for kind in ("one", "many")}
     gc.collect()
@@ -121,13 +122,13 @@ def measure_first_step(side: str) -> float:
         side: "dtensor", or hdtensor's "op by op" or "region".
     """
     mesh = init_device_mesh("cpu", (1,))
-    plan = llama.tensor_parallel(2, (0,))
+    plan = llama.tensor_parallel(_NUM_LAYERS, (0,))
     ids = torch.randint(0, 256, (2, 16))
-    warm_up = llama.model(2)  # what torch loads on first use is no one's deduction
+    warm_up = llama.model(_NUM_LAYERS)  # what torch loads on first use is no one's deduction
     llama.training_step(
         warm_up, {"input_ids": ids, "labels": ids}, torch.optim.AdamW(warm_up.parameters())
     )
-    model = llama.model(2)
+    model = llama.model(_NUM_LAYERS)
     if side == "dtensor":
         llama.parallelize_with_dtensor(model, plan, mesh)
         ids = distribute_tensor(ids, mesh, [Replicate()])

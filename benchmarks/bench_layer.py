@@ -67,8 +67,8 @@ def measure(kind: str, settings: Settings) -> list[Row]:
     _check_agreement(sides)
     times = interleave(
         {name: side.timed for name, side in sides.items()},
-        number=settings.scaled(10),
-        repeats=settings.scaled(15),
+        number=settings.scaled(5),
+        repeats=settings.scaled(30),
     )
     size = dist.get_world_size()
     label = f"{kind}, {size} rank{'s' * (size > 1)}"

@@ -27,7 +27,7 @@ def measure(settings: Settings) -> list[Row]:
     """Return the rows of pruned operators and of pruned modules."""
     rows = [_floor_row(settings)]
     rows += [row for records in (False, True) for row in _operator_rows(settings, records)]
-    for num_layers in (2, 40):
+    for num_layers in (2, 200):
         rows += _module_rows(settings, num_layers)
     return rows
 

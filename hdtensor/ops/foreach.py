@@ -87,6 +87,9 @@ def _check_in_place(call: Call, binding: Binding) -> None:
         for i, a in enumerate(call.func._schema.arguments)
         if a.alias_info and a.alias_info.is_write
     }
+    # A fused step writes to gradients only to unscale them.
+    if call.kwargs.get("grad_scale") is None:
+        writes -= {i for i, a in enumerate(call.func._schema.arguments) if a.name == "grads"}
     for path, bound in call.specs.items():
         if path[0] in writes:
             check_writable(call.func, call.name_of(path), bound)
@@ -112,12 +115,16 @@ class _Run:
         self.all_local = len(self.local) == len(elements)
         self.num = len(elements)
         self.lists = [i for i, a in enumerate(args) if isinstance(a, list | tuple)]
+        # A tensor that stands beside all elements, such as the factor of a clipped gradient.
+        steps = elements[0].conversions
+        self.shared = [(i, steps.get(i)) for i, a in enumerate(args) if is_hdtensor(a)]
         self.returns = bool(func._schema.returns) and not func._schema.is_mutable
         self.outs = [e.outs[0] if e.outs else None for e in elements]
         self.conversions = [
             (argument, i, step)
             for i, e in enumerate(elements)
             for argument, step in e.conversions.items()
+            if argument in self.lists
         ]
         self.tensor_type = tensor_type()
         self.empties = [None if b is None else empty_like_local(b.dtype, device) for b in self.outs]
@@ -129,6 +136,9 @@ class _Run:
             args[k] = [x._local_tensor if type(x) is hd else x for x in args[k]]
         for argument, i, step in self.conversions:
             args[argument][i] = step(args[argument][i])
+        for k, step in self.shared if self.local else ():
+            local = args[k]._local_tensor
+            args[k] = local if step is None else step(local)
         if not self.all_local:
             for k in self.lists:
                 if len(args[k]) == self.num:

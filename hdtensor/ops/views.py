@@ -52,7 +52,9 @@ def starts(dim: int, src: Sequence[int], dst: Sequence[int]) -> list[CutDim]:
 def follow(dim: int, src: Sequence[int], dst: Sequence[int]) -> CutDim | None:
     """Return the dim that has the elements of dim ``dim``, None if no dim starts where it does."""
     found = starts(dim, src, dst)
-    return next((c for c in found if dst[c.dim] != 1 or src[dim] == 1), found[-1] if found else None)
+    return next(
+        (c for c in found if dst[c.dim] != 1 or src[dim] == 1), found[-1] if found else None
+    )
 
 
 def view_top(

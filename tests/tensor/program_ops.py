@@ -135,7 +135,11 @@ def _addmm(draw):
     (x,) = draw.floats(dims=2)
     n = draw.length()
     m, k = draw.shape(x)
-    return (draw.with_shape(draw.rng.choice([(m, n), (n,), (1, n)])), x, draw.with_shape((k, n))), {}
+    return (
+        draw.with_shape(draw.rng.choice([(m, n), (n,), (1, n)])),
+        x,
+        draw.with_shape((k, n)),
+    ), {}
 
 
 @op(_addmm)
@@ -293,8 +297,13 @@ _reduce("mean", lambda x, d, k: x.mean(d, k) if d else x.mean(), 3)
 _reduce("amax", lambda x, d, k: x.amax(d, k) if d else x.amax())
 _reduce("amin", lambda x, d, k: x.amin(d, k) if d else x.amin())
 _reduce("max", lambda x, d, k: x.max(d[0], k).values if d else x.max())
-_reduce("var", lambda x, d, k: (x.var(d, keepdim=k, correction=0) if d else x.var(correction=0)), 2)
-_reduce("std", lambda x, d, k: (x + torch.arange(x.shape[-1] if x.ndim else 1, dtype=x.dtype) if 0 else x).var(d or None, correction=0, keepdim=k if d else False))
+_reduce("var", lambda x, d, k: x.var(d, keepdim=k, correction=0) if d else x.var(correction=0), 2)
+_reduce(
+    "std",
+    lambda x, d, k: (x + torch.arange(x.shape[-1] if x.ndim else 1, dtype=x.dtype) if 0 else x).var(
+        d or None, correction=0, keepdim=k if d else False
+    ),
+)
 _reduce("vector_norm", lambda x, d, k: torch.linalg.vector_norm(x + 2, 2, d or None, k))
 _reduce("norm1", lambda x, d, k: torch.linalg.vector_norm(x, 1, d or None, k))
 _reduce("norm_inf", lambda x, d, k: torch.linalg.vector_norm(x, math.inf, d or None, k))
@@ -310,7 +319,10 @@ _reduce("prod", lambda x, d, k: x.prod(d[0], k) if d else x.prod())
 
 def _view(draw):
     (x,) = draw.floats(min_dims=1)
-    return (x,), {"shape": draw.regrouped(draw.shape(x)), "how": draw.rng.choice(["view", "reshape"])}
+    return (x,), {
+        "shape": draw.regrouped(draw.shape(x)),
+        "how": draw.rng.choice(["view", "reshape"]),
+    }
 
 
 @op(_view, weight=5)
@@ -403,7 +415,12 @@ def _split(draw):
     length = draw.shape(x)[dim]
     how = draw.rng.choice(["split", "sizes", "chunk", "unbind"])
     cut = draw.rng.randint(0, length)
-    return (x,), {"dim": dim, "how": how, "size": draw.rng.randint(1, length), "sizes": [cut, length - cut]}
+    return (x,), {
+        "dim": dim,
+        "how": how,
+        "size": draw.rng.randint(1, length),
+        "sizes": [cut, length - cut],
+    }
 
 
 @op(_split, weight=2)
@@ -542,7 +559,9 @@ def cross_entropy(x, target, weight=None, **options):
 def _loss(draw):
     (x,) = draw.floats(nonempty=True)
     return (x, draw.with_shape(draw.shape(x))), {
-        "kind": draw.rng.choice(["mse", "l1", "huber", "smooth_l1", "bce_logits", "bce", "soft_margin", "kl"]),
+        "kind": draw.rng.choice(
+            ["mse", "l1", "huber", "smooth_l1", "bce_logits", "bce", "soft_margin", "kl"]
+        ),
         "reduction": draw.rng.choice(["mean", "mean", "sum", "none"]),
     }
 
@@ -580,8 +599,9 @@ def dropout(x, seed, p):
     torch.manual_seed(seed)
     if type(x) is not torch.Tensor:
         return F.dropout(x, p)
-    from hdtensor.ops.special.random import draw_key  # noqa: PLC0415
     from hdtensor.triton_kernels import counter_random  # noqa: PLC0415
+
+    from hdtensor.ops.special.random import draw_key  # noqa: PLC0415
 
     mask = torch.empty(x.shape, dtype=torch.bool)
     strides = [math.prod(x.shape[d + 1 :]) for d in range(x.ndim)]
@@ -592,7 +612,9 @@ def dropout(x, seed, p):
 def _in_place(draw):
     (x,) = draw.floats()
     return (x, draw.broadcastable(x, grows=False)), {
-        "how": draw.rng.choice(["add", "mul", "sub", "copy", "relu", "zero", "fill", "clamp", "masked"])
+        "how": draw.rng.choice(
+            ["add", "mul", "sub", "copy", "relu", "zero", "fill", "clamp", "masked"]
+        )
     }
 
 
@@ -626,7 +648,10 @@ def write(x, y, how):
 
 def _assign(draw):
     (x,) = draw.floats(min_dims=1)
-    return (x,), {"index": draw.index(x), "how": draw.rng.choice(["set", "mul", "view", "transpose"])}
+    return (x,), {
+        "index": draw.index(x),
+        "how": draw.rng.choice(["set", "mul", "view", "transpose"]),
+    }
 
 
 @op(_assign, weight=2)

@@ -59,7 +59,9 @@ def _attempt(step, values, notes, program):
     try:
         return step.run(replicated)
     except HDTensorError as error:
-        raise AssertionError(f"{step} is refused on replicated operands: {error}\n{program}") from error
+        raise AssertionError(
+            f"{step} is refused on replicated operands: {error}\n{program}"
+        ) from error
 
 
 def _first(error):
@@ -97,7 +99,9 @@ def compare(program, number, step, got, want):
     where = f"v{number} after {step}: {got!r}\n{program}"
     assert got.shape == want.shape, f"shape {tuple(want.shape)} wanted: {where}"
     assert got.dtype == want.dtype, f"dtype {want.dtype} wanted: {where}"
-    assert tuple(got._local_tensor.shape) == got._spec.local_shape(), f"local shape {tuple(got._local_tensor.shape)}, wanted {got._spec.local_shape()}: {where}"
+    assert tuple(got._local_tensor.shape) == got._spec.local_shape(), (
+        f"local shape {tuple(got._local_tensor.shape)}, wanted {got._spec.local_shape()}: {where}"
+    )
     full = got.detach().full_tensor()
     if not torch.allclose(full, want, rtol=1e-8, atol=1e-9, equal_nan=True):
         raise AssertionError(f"values differ, {where}\ngot {full}\nwant {want}")

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from hdtensor.errors import HDTensorError
-from hdtensor.placements import HDSpec, Subgroup, check_top_sizes
+from hdtensor.placements import HDSpec, Subgroup
 from tests.tensor.program_ops import OPS
 
 
@@ -85,6 +84,11 @@ class Draw:
         self.partial = self.rng.random() < 0.5
         self.lengths = [self.rng.choice([2, 3, 4, 5, 6, 8]) for _ in range(3)]
         self.lengths += [1] + ([0] if self.rng.random() < 0.15 else [])
+        # Data parallelism: what has a batch dim is cut there, all else is replicated between subgroups.
+        self.batch = self.rng.choice([None, 7])
+        if self.batch:
+            self.exact = False
+            self.lengths.append(self.batch)
         self.wanted = self.rng.randint(3, 10) if steps is None else steps
 
     # -- layouts
@@ -94,7 +98,22 @@ class Draw:
         ranks = list(range(WORLD_SIZE))
         if rng.random() < 0.3:
             rng.shuffle(ranks)
-        sizes = rng.choice([(4,), (2, 1), (2, 2), (1, 1), (2, 1, 1), (1, 2), (1, 3), (3, 1), (1, 1, 2), (3,), (2,), (1, 1, 1)])
+        sizes = rng.choice(
+            [
+                (4,),
+                (2, 1),
+                (2, 2),
+                (1, 1),
+                (2, 1, 1),
+                (1, 2),
+                (1, 3),
+                (3, 1),
+                (1, 1, 2),
+                (3,),
+                (2,),
+                (1, 1, 1),
+            ]
+        )
         groups = []
         for size in sizes:
             groups.append((tuple(ranks[:size]), rng.choice(MESHES[size])))
@@ -104,6 +123,8 @@ class Draw:
     def layout(self, shape, kind):
         rng = self.rng
         top = rng.choice([Replicate(), *[Shard(d) for d in range(len(shape))] * 2])
+        if self.batch:
+            top = Shard(shape.index(self.batch)) if self.batch in shape else Replicate()
         partial = kind == "float" and self.partial
         op = rng.choice(["sum", "sum", "sum", "sum", "avg", "max", "min", "product"])
         if partial and rng.random() < 0.2:
@@ -119,7 +140,11 @@ class Draw:
             groups.append(Subgroup(ranks, placements, mesh))
         ratio = sizes = None
         if isinstance(top, Shard) and len(groups) > 1:
-            ratio = self.ratio if rng.random() < 0.85 else [rng.randint(1, 3) for _ in groups]
+            ratio = (
+                self.ratio
+                if self.batch or rng.random() < 0.85
+                else [rng.randint(1, 3) for _ in groups]
+            )
             if self.exact:
                 length = shape[top.dim]
                 cuts = sorted(random.Random(length).randint(0, length) for _ in groups[1:])
@@ -145,8 +170,14 @@ class Draw:
         spec, sizes = self.layout(shape, kind)
         number = len(self.values)
         found = Input(
-            tuple(shape), kind, high, spec, sizes, kind == "float" and self.rng.random() < 0.8,
-            self.rng.random() < 0.5, self.rng.randint(0, 10**6),
+            tuple(shape),
+            kind,
+            high,
+            spec,
+            sizes,
+            kind == "float" and self.rng.random() < 0.8,
+            self.rng.random() < 0.5,
+            self.rng.randint(0, 10**6),
         )
         self.program.inputs[number] = found
         self.values[number] = found.value().requires_grad_(found.grad)
@@ -162,7 +193,9 @@ class Draw:
         low, high = (min_dims, max_dims) if dims is None else (dims, dims)
 
         def fits(v):
-            return v.dtype == torch.float64 and low <= v.ndim <= high and (v.numel() or not nonempty)
+            return (
+                v.dtype == torch.float64 and low <= v.ndim <= high and (v.numel() or not nonempty)
+            )
 
         found = [i for i, v in self.values.items() if fits(v)]
         if found and self.rng.random() < 0.9:
@@ -175,7 +208,11 @@ class Draw:
         return (self.new(tuple(shape)),)
 
     def with_shape(self, shape):
-        found = [i for i, v in self.values.items() if tuple(v.shape) == shape and v.dtype == torch.float64]
+        found = [
+            i
+            for i, v in self.values.items()
+            if tuple(v.shape) == shape and v.dtype == torch.float64
+        ]
         if found and self.rng.random() < 0.6:
             return self.rng.choice(found)
         return self.new(shape)
@@ -212,7 +249,9 @@ class Draw:
             if kind == "int" and n:
                 out.append(self.rng.randint(-n, n - 1))
             elif kind == "slice":
-                out.append((self.rng.randint(0, n), self.rng.choice([None, self.rng.randint(0, n), -1])))
+                out.append(
+                    (self.rng.randint(0, n), self.rng.choice([None, self.rng.randint(0, n), -1]))
+                )
             elif kind == "step":
                 out.append((self.rng.choice([None, 1]), None, 2))
             else:
@@ -237,7 +276,12 @@ def draw_program(seed, names=None):
             outs = step.run(draw.values)
         except (RuntimeError, IndexError, ValueError):
             continue  # plain torch refuses it
-        if any(o.numel() > MAX_NUMEL or not o.isfinite().all() or o.abs().max().item() > 1e4 if o.numel() else False for o in outs):
+        if any(
+            o.numel() > MAX_NUMEL or not o.isfinite().all() or o.abs().max().item() > 1e4
+            if o.numel()
+            else False
+            for o in outs
+        ):
             continue
         results = []
         for out in outs:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.propagate import row_rule
 from hdtensor.ops.registry import call, deduced, is_hdtensor, special
+from hdtensor.ops.special.conversions import convert_inside
 from hdtensor.placements import checks
 from hdtensor.placements.layout import owned_boxes
 from hdtensor.placements.spec import HDSpec
@@ -62,7 +63,7 @@ def _vocabulary_cut(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if spec is not None:
 
         def gathered(table: Any, indices: Any, *rest: Any) -> Any:
-            whole = torch.ops.hdtensor.redistribute(indices, spec.id, indices._spec.top_sizes)
+            whole = convert_inside(func, indices, spec)
             return call(func, table, whole, *rest[:-1], **(rest[-1] or {}))
 
         return gathered

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hdtensor.ops.registry import deduced, special
+from hdtensor.ops.registry import call, deduced, special
 
 
 aten = torch.ops.aten
@@ -18,3 +18,16 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
         return None
     return deduced(func, args, kwargs)
+
+
+@special(aten.index_put.default, aten.index_put_.default)
+def _assign_under_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[mask] = number``, with a mask of the tensor's own shape, fills where the mask is true."""
+    x, indices, values = args[:3]
+    accumulates = len(args) > 3 and args[3]
+    if len(indices) != 1 or accumulates or indices[0] is None or values.numel() != 1:
+        return None
+    if indices[0].dtype != torch.bool or indices[0].shape != x.shape:
+        return None
+    fill = aten.masked_fill_.Tensor if func._schema.is_mutable else aten.masked_fill.Tensor
+    return lambda x, indices, values, *rest: call(fill, x, indices[0], values.reshape(()))

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from hdtensor.errors import DeductionError
 from hdtensor.ops.registry import call, is_hdtensor, special
+from hdtensor.ops.special.conversions import convert_inside
 from hdtensor.ops.special.means import cut_dims, is_pending
 
 
@@ -59,7 +60,7 @@ def _norm(func: Any, x: Any, order: float, dims: list[int], keepdim: bool, dtype
         )
     if spec.has_partial():
         whole = spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)
-        powered = torch.ops.hdtensor.redistribute(powered, whole.id, powered._spec.top_sizes)
+        powered = convert_inside(func, powered, whole)
     return call(aten.pow.Tensor_Scalar, powered, 1.0 / order)
 
 
