@@ -47,6 +47,7 @@ __all__ = [
     "new_wrapper",
     "no_torch_function",
     "observe_conversion",
+    "raw_apply",
 ]
 
 #: ``new_wrapper(cls, local, spec, requires_grad)``: DTensor's constructor of a wrapper subclass in C++;
@@ -73,6 +74,14 @@ def group_timeout(group: Any, device_type: str) -> datetime.timedelta | None:
     """
     options = getattr(group._get_backend(torch.device(device_type)), "options", None)
     return getattr(options, "_timeout", None)
+
+
+def raw_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return C++'s ``apply`` of an autograd function. (2.11-2.15)
+
+    Python's binds default arguments and looks for functorch, 5 us a call.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import new_wrapper, no_torch_function
@@ -17,6 +17,7 @@ from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec, bound_from_parts
 from hdtensor.ops.dispatch import dispatch
 from hdtensor.ops.registry import set_tensor_type
+from hdtensor.ops.special.move import gradient_spec, move
 from hdtensor.placements.layout import owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
 
@@ -145,7 +146,7 @@ class HDTensor(torch.Tensor):
         dst = BoundSpec.bind(
             spec, self.shape, self._spec.stride, self.dtype, _sizes(self._spec, spec, top_sizes)
         )
-        return torch.ops.hdtensor.redistribute(self, dst.spec.id, dst.top_sizes)
+        return move(self, dst.spec, dst.top_sizes)
 
     def full_tensor(self) -> torch.Tensor:
         """Return the whole tensor on every rank of the world, also those that hold nothing; differentiable.
@@ -283,9 +284,7 @@ class _ToLocal(torch.autograd.Function):
 @functools.lru_cache(maxsize=8192)
 def gradient_bound(bound: BoundSpec) -> BoundSpec:
     """Return the layout of a gradient that comes back into a tensor: ``Partial`` becomes ``Replicate``."""
-    spec = bound.spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)
-    if isinstance(spec.top, Partial):
-        spec = spec.replace(top=Replicate())
+    spec = gradient_spec(bound.spec)
     return BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, bound.top_sizes)
 
 

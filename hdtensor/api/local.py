@@ -273,7 +273,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, bound: BoundSpec) -> HDTensor:
         ctx.bound = bound
-        return new_wrapper(HDTensor, local.view_as(local), bound, False)
+        return new_wrapper(HDTensor, local.detach(), bound, False)
 
     @staticmethod
     def backward(ctx: Any, grad: HDTensor) -> tuple[torch.Tensor, None]:

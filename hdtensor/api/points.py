@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate
 
+from hdtensor._torch_compat import raw_apply
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.special.move import move
 from hdtensor.redistribute.execute import make_converter
 from hdtensor.tensor import HDTensor
 
@@ -70,7 +72,7 @@ def reduce_output(output: Any) -> Any:
         return (reduce_output(output[0]), *output[1:])
     if isinstance(output, HDTensor):
         wanted = output.spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)
-        result = torch.ops.hdtensor.redistribute(output, wanted.id, output.top_sizes)
+        result = move(output, wanted, output.top_sizes)
         note([((), output._spec)], result._local_tensor)
         return result
     if not running:
@@ -94,7 +96,7 @@ def reduce_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
         if not (isinstance(value, HDTensor) and value.requires_grad):
             return value
         entry.append((path, value._spec))
-        return torch.ops.hdtensor.redistribute(value, value.spec.id, value.top_sizes)
+        return move(value, value.spec, value.top_sizes)
 
     new_args = tuple(mark((i,), a) for i, a in enumerate(args))
     new_kwargs = {name: mark((name,), a) for name, a in kwargs.items()}
@@ -162,11 +164,6 @@ class _BackwardSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.reduce(grad.contiguous()), None
-
-
-def raw_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return C++'s ``apply``: Python's binds default arguments and looks for functorch, 5 us a call."""
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 _reduce_forward = raw_apply(_ForwardSum)

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from hdtensor._torch_compat import new_wrapper
-from hdtensor.api.points import Points, raw_apply
-from hdtensor.api.shapes import ShapeRule
+from hdtensor._torch_compat import new_wrapper, raw_apply
+from hdtensor.api.points import Points
+from hdtensor.api.shapes import LayoutRule
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.generate import empty_like_local
 from hdtensor.ops.registry import events
+from hdtensor.ops.special.move import move
 from hdtensor.ops.special.random import draw_key
 from hdtensor.tensor import HDTensor, gradient_bound
 
@@ -29,7 +30,7 @@ class Layout:
     requires_grad: bool = False
     points: Points = field(default_factory=Points)
     draws: int = 0
-    shapes: ShapeRule = field(default_factory=ShapeRule)
+    shapes: LayoutRule = field(default_factory=LayoutRule)
     num_watched: int = 0
     watched: dict[Any, BoundSpec] = field(default_factory=dict)
     start_events: int = 0
@@ -106,7 +107,7 @@ class _LeaveNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: HDTensor) -> tuple[torch.Tensor, None, None]:
         if grad._spec.spec is not ctx.spec:
-            grad = torch.ops.hdtensor.redistribute(grad, ctx.spec.id, grad.top_sizes)
+            grad = move(grad, ctx.spec, grad.top_sizes)
         return grad._local_tensor, None, None
 
 

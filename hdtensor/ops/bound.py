@@ -46,6 +46,7 @@ class BoundSpec:
     """
 
     __slots__ = (
+        "_local",
         "_subs",
         "_top",
         "dtype",
@@ -68,6 +69,7 @@ class BoundSpec:
     rank: int
     index: int | None
     is_copy: bool
+    _local: tuple[int, ...] | None
     _top: DTensorSpec | None
     _subs: list[DTensorSpec | None]
 
@@ -134,6 +136,7 @@ class BoundSpec:
         bound.rank = rank
         bound.is_copy = is_copy
         bound.index = spec.index_of(rank)
+        bound._local = None
         bound._top = None
         bound._subs = [None] * spec.num_subgroups
         return bound
@@ -170,7 +173,17 @@ class BoundSpec:
 
     def local_shape(self) -> tuple[int, ...]:
         """Return the shape of this rank's local tensor, ``(0,)`` outside."""
-        return local_shape(self.spec, tuple(self.shape), self.top_sizes, self.rank)
+        found = self._local
+        if found is None:
+            index = self.index
+            if index is None:
+                found = (0,)
+            elif not any(map(checks.is_cut, self.spec.subgroups[index].placements)):
+                found = self.block_shape(index)
+            else:
+                found = local_shape(self.spec, tuple(self.shape), self.top_sizes, self.rank)
+            self._local = found
+        return found
 
     def top(self) -> DTensorSpec:
         """Return the top tier as a DTensor spec: one mesh axis of subgroups, the global shape."""

@@ -68,7 +68,7 @@ def _deduce_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i:
     call = make_call(func, single, kwargs)
     # Paths of one-element lists are (argument, 0).
     metas: Any = _metas(call)
-    decision = record.decision_of(call, metas)
+    decision = record.decision_of(call, metas, record.sizeless_key(call))
     binding = Binding(call, decision, metas)
     _check_in_place(call, binding)
     return _Element(binding)

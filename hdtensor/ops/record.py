@@ -21,7 +21,8 @@ from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.calls import RESHAPES, SHAPE_ARGS, Call, as_list, check_same_cut
 from hdtensor.ops.deduce import Decision
 from hdtensor.ops.generate import Run, generate
-from hdtensor.ops.propagate import PROPAGATOR, operands, output_metas
+from hdtensor.ops.metas import metas_of
+from hdtensor.ops.propagate import PROPAGATOR, operands
 from hdtensor.placements import checks
 
 
@@ -51,10 +52,10 @@ def make_record(call: Call, tensor_type: type, device: torch.device) -> Run:
         DeductionError: As ``deduce.decide`` does.
     """
     counts["records"] += 1
-    args, kwargs = call.tier(lambda b: b.top())
-    metas = output_metas(call.func, args, kwargs)
+    key = sizeless_key(call)
+    metas = metas_of(call, key if key is not None and _is_fixed_by(call) else None)
     call = _resolve_shape(call, metas)
-    decision = decision_of(call, metas)
+    decision = decision_of(call, metas, key)
     return generate(Binding(call, decision, metas), tensor_type, device)
 
 
@@ -68,9 +69,24 @@ def _resolve_shape(call: Call, metas: Any) -> Call:
     return Call(call.func, args, call.kwargs, call.plain)
 
 
-def decision_of(call: Call, metas: Any) -> Decision:
-    """Return the cached decision for a call's placements, or make it."""
-    key = _sizeless_key(call)
+def _is_fixed_by(call: Call) -> bool:
+    """Return whether the key holds every number that a result's shape may depend on."""
+    if torch.Tag.pointwise in call.func.tags:
+        return True
+    return all(
+        type(value) is not int or is_static(call.func, path[0])
+        for path, value in operands(call.args, call.kwargs)
+    )
+
+
+def decision_of(call: Call, metas: Any, key: Any) -> Decision:
+    """Return the cached decision for a call's placements, or make it.
+
+    Args:
+        call: The call.
+        metas: Metadata of its results.
+        key: Its ``sizeless_key``.
+    """
     found = _decisions.get(key) if key is not None else None
     if found is None:
         counts["decisions"] += 1
@@ -84,7 +100,7 @@ def decision_of(call: Call, metas: Any) -> Decision:
     return found
 
 
-def _sizeless_key(call: Call) -> Any:
+def sizeless_key(call: Call) -> Any:
     """Return what a rule may look at: placements, kinds of extents, static arguments; or None."""
     shape_position = SHAPE_ARGS.get(call.func)
     if call.func in RESHAPES:

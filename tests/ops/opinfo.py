@@ -7,8 +7,8 @@ the others. Samples, layouts and gradients are drawn from seeds named after the 
 
 import contextlib
 import dataclasses
-import datetime
 import functools
+import itertools
 import json
 import random
 import warnings
@@ -26,28 +26,21 @@ from torch.distributed.tensor.experimental import (
     implicit_replication as dtensor_implicit_replication,
 )
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import hdtensor
 from hdtensor import HDTensor
-from hdtensor.errors import HDTensorError, NonLocalError
+from tests.ops.agreement import CaseEndedError, agreed
 from tests.ops.layouts import DTENSOR, LAYOUTS, dtensor_mesh_and_placements, layout_of
-from tests.ops.outcomes import CRASH, REFUSED, RIGHT, WRONG, Case, Outcome
+from tests.ops.outcomes import IN_PLACE, OUT, RIGHT, WRONG, Case, Outcome
 
 
 WORLD_SIZE = 4
-AGREE_SECONDS = 30
 RTOL, ATOL = 1e-3, 1e-4
 
 #: Operators whose values are whatever the memory held.
 SHAPE_ONLY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"}
 SHAPE_ONLY |= {"new_empty_strided"}
-
-#: What ranks outside raise where an operator reads a value, by contract; the others go on.
-NON_LOCAL = "not local"
-
-#: What torch itself says of any tensor without storage of its own.
-TORCH_REFUSALS = ("its data is not allocated yet",)
 
 #: Operators that are about a Python process and not about values.
 LEFT_OUT = {"item", "equal"}
@@ -65,6 +58,7 @@ def run_ops(
     names: list[str],
     layouts: list[str],
     max_samples: int,
+    variants: tuple[str, ...] = ("",),
     skip: frozenset[Case] = frozenset(),
     journal: str | None = None,
 ) -> list[Outcome]:
@@ -75,6 +69,7 @@ def run_ops(
         names: Operators, keys of ``ops()``.
         layouts: Keys of ``LAYOUTS``.
         max_samples: Most samples of an operator; they are taken evenly from its list.
+        variants: Forms of the operators: "", ``IN_PLACE``, ``OUT``.
         skip: Cases that are known to end the processes.
         journal: File to which rank 0 writes every case before it runs and every outcome.
     """
@@ -83,8 +78,8 @@ def run_ops(
     outcomes = []
     for name in names:
         for number in _sample_numbers(name, max_samples):
-            for layout in layouts:
-                case = Case(name, layout, number)
+            for layout, variant in itertools.product(layouts, variants):
+                case = Case(name, layout, number, variant)
                 if case in skip:
                     continue
                 write({"start": dataclasses.asdict(case)})
@@ -146,24 +141,17 @@ def _is_tensor(value: Any) -> bool:
 # -- one case -------------------------------------------------------------------------------------------
 
 
-class _EndedError(Exception):
-    """Ends a case with an outcome that all ranks agree on."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind, self.text = kind, text
-
-
 def run_case(rank: int, case: Case) -> Outcome | None:
     """Run one case; None if plain torch does not run the sample, or it has no tensor."""
     op, sample = ops()[case.op], _samples(case.op)[case.sample]
     leaves, structure = tree_flatten((sample.input, sample.args, sample.kwargs))
-    if not any(map(_is_tensor, leaves)) or any(map(_is_unusable, leaves)):
+    function = _function(op, case.variant)
+    if function is None or not any(map(_is_tensor, leaves)) or any(map(_is_unusable, leaves)):
         return None
 
     def call(values: list[Any]) -> list[Any]:
         first, args, kwargs = tree_unflatten(values, structure)
-        return tree_leaves(sample.output_process_fn_grad(op(first, *args, **kwargs)))
+        return tree_leaves(sample.output_process_fn_grad(function(first, *args, **kwargs)))
 
     plain = list(map(_fresh, leaves))
     try:
@@ -180,18 +168,34 @@ def run_case(rank: int, case: Case) -> Outcome | None:
     phase = "forward"
     try:
         if is_random:
-            plain = _agreed(lambda: place(layout=LAYOUTS["whole"]))
-            wanted = _agreed(lambda: _seeded(case, call, plain))
-            wanted = _agreed(lambda: [_full(w) for w in wanted])
-        operands = _agreed(lambda: place(layout=layout_of(case.layout)))
-        got = _agreed(lambda: _seeded(case, call, operands))
-        _agreed(lambda: _compare(case, got, wanted))
+            plain = agreed(lambda: place(layout=LAYOUTS["whole"]))
+            wanted = agreed(lambda: _seeded(case, call, plain))
+            wanted = agreed(lambda: [_full(w) for w in wanted])
+        operands = agreed(lambda: place(layout=layout_of(case.layout)))
+        got = agreed(lambda: _seeded(case, call, operands))
+        agreed(lambda: _compare(case, got, wanted))
         phase = "backward"
         if op.supports_autograd and not is_random and case.op not in SHAPE_ONLY:
             _check_backward(case, plain, wanted, operands, got)
-    except _EndedError as stop:
+    except CaseEndedError as stop:
         return Outcome(case, stop.kind, phase, stop.text)
     return Outcome(case, RIGHT, phase)
+
+
+def _function(op: Any, variant: str) -> Callable[..., Any] | None:
+    """Return a form of the operator, None if it has none."""
+    if variant == IN_PLACE:
+        inplace = op.get_inplace()
+        return inplace and (lambda first, *args, **kw: inplace(first.clone(), *args, **kw))
+    if variant == OUT:
+        return functools.partial(_with_out, op) if op.supports_out else None
+    return op
+
+
+def _with_out(op: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        out = tree_map(torch.empty_like, op(first, *args, **kwargs))
+        return op(first, *args, **kwargs, out=out)
 
 
 def _is_unusable(value: Any) -> bool:
@@ -233,7 +237,9 @@ def _distribute(case: Case, leaves: list[Any], *, layout: Any) -> list[Any]:
         spec = layout(value, first, draw)
         if case.layout.startswith(DTENSOR):
             mesh, placements = dtensor_mesh_and_placements(spec)
-            member = dist.get_rank() in spec.ranks  # the others compute the plain result, which is right
+            member = (
+                dist.get_rank() in spec.ranks
+            )  # the others compute the plain result, which is right
             out.append(
                 dtensor_distribute(value, mesh, placements, src_data_rank=None) if member else value
             )
@@ -285,20 +291,20 @@ def _check_backward(
             elif (p.grad is None) != (grad is None):
                 zero = p.grad if grad is None else grad
                 if torch.count_nonzero(zero):
-                    raise _EndedError(WRONG, f"gradient is {o.grad}, not {p.grad}")
+                    raise CaseEndedError(WRONG, f"gradient is {o.grad}, not {p.grad}")
 
-    _agreed(backward)
-    _agreed(compare)
+    agreed(backward)
+    agreed(compare)
 
 
 def _compare(case: Case, got: list[Any], wanted: list[Any]) -> None:
     if len(got) != len(wanted):
-        raise _EndedError(WRONG, f"{len(got)} results, not {len(wanted)}")
+        raise CaseEndedError(WRONG, f"{len(got)} results, not {len(wanted)}")
     shown, got = list(map(repr, got)), list(map(_full, got))
     for number, (g, w) in enumerate(zip(got, wanted, strict=True)):
         if not _is_tensor(w):
             if g != w and not (g != g and w != w):
-                raise _EndedError(WRONG, f"result {number} is {g!r}, not {w!r}")
+                raise CaseEndedError(WRONG, f"result {number} is {g!r}, not {w!r}")
             continue
         if w.layout != torch.strided:
             continue
@@ -309,7 +315,7 @@ def _compare(case: Case, got: list[Any], wanted: list[Any]) -> None:
 def _close(got: torch.Tensor, want: torch.Tensor, what: str, shape_only: bool = False) -> None:
     got, want = got.detach(), want.detach()
     if (got.shape, got.dtype) != (want.shape, want.dtype):
-        raise _EndedError(
+        raise CaseEndedError(
             WRONG, f"{what}: {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
         )
     if shape_only:
@@ -322,67 +328,4 @@ def _close(got: torch.Tensor, want: torch.Tensor, what: str, shape_only: bool = 
         )
     except AssertionError as error:
         lines = [line for line in str(error).splitlines() if line][:3]
-        raise _EndedError(WRONG, f"{what}: {' '.join(lines)}") from error
-
-
-# -- agreement --------------------------------------------------------------------------------------------
-
-
-def _agreed(step: Callable[[], Any]) -> Any:
-    """Run a step on every rank and return its value; stop the case on all ranks if one rank's raised.
-
-    Ranks that raise unlike errors are a crash, whatever the errors are: without this wait they would hang.
-    """
-    value, kind, text = None, RIGHT, ""
-    try:
-        value = step()
-    except _EndedError as stop:
-        kind, text = stop.kind, stop.text
-    except NonLocalError as error:
-        kind, text = NON_LOCAL, f"{type(error).__name__}: {error}"
-    except HDTensorError as error:
-        kind, text = REFUSED, f"{type(error).__name__}: {error}"
-    except Exception as error:
-        refusal = any(message in str(error) for message in TORCH_REFUSALS)
-        kind, text = REFUSED if refusal else CRASH, _describe(error)
-    kinds = _everyone(kind)
-    if set(kinds) == {RIGHT}:
-        return value
-    if NON_LOCAL in kinds and set(kinds) <= {RIGHT, REFUSED, NON_LOCAL}:
-        raise _EndedError(REFUSED, "NonLocalError on the ranks outside: the operator reads a value")
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, text, group=_agreement_group())
-    if len(set(kinds)) == 1 or WRONG in kinds:
-        at = kinds.index(WRONG) if WRONG in kinds else 0
-        raise _EndedError(kinds[at], said[at] if at == 0 else f"rank {at}: {said[at]}")
-    listing = "; ".join(
-        f"rank {r}: {k} {t[:300]}" for r, (k, t) in enumerate(zip(kinds, said, strict=True))
-    )
-    raise _EndedError(CRASH, f"ranks disagree: {listing}")
-
-
-_KINDS = (RIGHT, REFUSED, NON_LOCAL, WRONG, CRASH)
-
-
-def _everyone(kind: str) -> list[str]:
-    codes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    codes[dist.get_rank()] = _KINDS.index(kind)
-    dist.all_reduce(codes, group=_agreement_group())
-    return [_KINDS[code] for code in codes.tolist()]
-
-
-@functools.cache
-def _agreement_group() -> Any:
-    timeout = datetime.timedelta(seconds=AGREE_SECONDS)
-    return dist.new_group(backend="gloo", timeout=timeout)
-
-
-def _describe(error: Exception) -> str:
-    """Return the error and the innermost frames of this repository."""
-    frames, tb = [], error.__traceback__
-    while tb is not None:
-        code = tb.tb_frame.f_code
-        frames.append(f"{Path(code.co_filename).name}:{tb.tb_lineno} {code.co_name}")
-        tb = tb.tb_next
-    message = str(error).splitlines()[0][:300] if str(error) else ""
-    return f"{type(error).__name__}: {message} [{' < '.join(reversed(frames[-6:]))}]"
+        raise CaseEndedError(WRONG, f"{what}: {' '.join(lines)}") from error

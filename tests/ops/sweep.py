@@ -6,9 +6,10 @@ import multiprocessing
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.ops.outcomes import CRASH, Case, Outcome
-from tests.support.world import WorldError, run_world, stop_pools
+from tests.support.world import WorldError, run_world
 
 
 #: Operators that one job runs.
@@ -21,6 +22,7 @@ def sweep(
     layouts: Sequence[str],
     max_samples: int,
     *,
+    variants: Sequence[str] = ("",),
     seconds: float,
     folder: Path,
     processes: int = 2,
@@ -31,19 +33,25 @@ def sweep(
         names: Operators.
         layouts: Layouts.
         max_samples: Most samples of an operator.
+        variants: Forms of the operators.
         seconds: No new job starts after as many; operators left over have no outcome.
         folder: Where journals go.
         processes: Number of worlds at the same time.
     """
     deadline = time.time() + seconds
-    jobs = [list(names[i : i + JOB_OPS]) for i in range(0, len(names), JOB_OPS)]
+    jobs = [
+        (list(names[i : i + JOB_OPS]), folder / f"{i // JOB_OPS}.jsonl")
+        for i in range(0, len(names), JOB_OPS)
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     outcomes: list[Outcome] = []
     with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
         waiting = [
-            pool.submit(_run_job, job, list(layouts), max_samples, deadline, folder / f"{k}.jsonl")
-            for k, job in enumerate(jobs)
+            pool.submit(
+                _run_job, (job, list(layouts), max_samples, tuple(variants)), deadline, path
+            )
+            for job, path in jobs
         ]
         for done, future in enumerate(waiting, 1):
             outcomes += future.result()
@@ -52,9 +60,7 @@ def sweep(
     return outcomes
 
 
-def _run_job(
-    names: list[str], layouts: list[str], max_samples: int, deadline: float, journal: Path
-) -> list[Outcome]:
+def _run_job(what: tuple[Any, ...], deadline: float, journal: Path) -> list[Outcome]:
     # The database takes seconds to import: only where it is used.
     from tests.ops.opinfo import WORLD_SIZE, run_ops  # noqa: PLC0415
 
@@ -65,16 +71,7 @@ def _run_job(
     while True:
         try:
             skip = frozenset(outcomes)
-            run_world(
-                run_ops,
-                WORLD_SIZE,
-                names,
-                layouts,
-                max_samples,
-                skip,
-                str(journal),
-                timeout=JOB_SECONDS,
-            )
+            run_world(run_ops, WORLD_SIZE, *what, skip, str(journal), timeout=JOB_SECONDS)
         except WorldError as error:
             culprit = _read(journal, outcomes)
             if culprit is None:
@@ -103,8 +100,3 @@ def _read(journal: Path, outcomes: dict[Case, Outcome]) -> Case | None:
             outcomes[outcome.case] = outcome
             started = None
     return None if started in outcomes else started
-
-
-def stop() -> None:
-    """End this process's worlds."""
-    stop_pools()

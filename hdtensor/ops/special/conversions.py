@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from hdtensor._torch_compat import observe_conversion
+from hdtensor.ops.special.move import move
 from hdtensor.placements.spec import HDSpec
 
 
@@ -24,4 +23,4 @@ def convert_inside(func: Any, x: Any, spec: HDSpec) -> Any:
             observe_conversion(
                 src, dst, lambda: f"{func}: implicit redistribution: {bound} -> {spec}"
             )
-    return torch.ops.hdtensor.redistribute(x, spec.id, bound.top_sizes)
+    return move(x, spec, bound.top_sizes)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate
 from hdtensor.collectives import observe
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import call, is_hdtensor, special
+from hdtensor.ops.special.move import move
 from hdtensor.placements import checks
 
 
@@ -153,4 +154,4 @@ def reduced(x: Any) -> Any:
     if not spec.has_partial():
         return x
     whole = spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
-    return torch.ops.hdtensor.redistribute(x, whole.id, None)
+    return move(x, whole, None)
