@@ -39,6 +39,7 @@ __all__ = [
     "TensorMeta",
     "abstract_mesh",
     "at_backward_end",
+    "backward_id",
     "change_outer_shape",
     "dtensor_propagator",
     "group_timeout",
@@ -64,7 +65,7 @@ def observe_conversion(src: DTensorSpec, dst: DTensorSpec, text: Callable[[], st
 
 def in_backward() -> bool:
     """Return whether the autograd engine is running a backward in this thread. (2.11-2.15)"""
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() != -1
 
 
 def group_timeout(group: Any, device_type: str) -> datetime.timedelta | None:
@@ -82,6 +83,11 @@ def raw_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     Python's binds default arguments and looks for functorch, 5 us a call.
     """
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def backward_id() -> int:
+    """Return the number of the backward that the autograd engine runs in this thread, -1 for none. (2.11-2.15)"""
+    return torch._C._current_graph_task_id()
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:

@@ -8,11 +8,13 @@ the engine ends, all terms are summed together, bucket by bucket in registration
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from hdtensor._torch_compat import at_backward_end
+from hdtensor._torch_compat import at_backward_end, backward_id
 from hdtensor.collectives import observe
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import wrap
@@ -35,23 +37,45 @@ class GradientSync:
         self.parameters = list(parameters)
         self.enabled = True
         self._pending: dict[int, torch.Tensor] = {}
-        self._queued = False
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._backward: int | None = None  # the backward at whose end ``flush`` is called
         self._skipped: list[Sequence[torch.Tensor]] = []
         self._empties: dict[int, HDTensor] = {}
         self._order = {id(p): i for i, p in enumerate(self.parameters)}
-        for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self.note)
+        self._accumulators = [
+            self._watch(p) for p in self.parameters if p.is_floating_point() or p.is_complex()
+        ]
+
+    def _watch(self, parameter: torch.Tensor) -> Any:
+        """Have the engine call this object around accumulation, also if a frozen parameter thaws later."""
+        needs_grad = parameter.requires_grad
+        parameter.requires_grad_()
+        parameter.register_post_accumulate_grad_hook(self.note)
+        accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+        accumulator.register_prehook(functools.partial(self._make_way, parameter))
+        parameter.requires_grad_(needs_grad)
+        return accumulator  # its hook lives as long as it is referred to
+
+    def _make_way(self, parameter: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> None:
+        """Set aside a gradient that the next one cannot be added to in place: it is home, the next one pending."""
+        old, new = parameter.grad, grads[0]
+        if old is None or new is None or old._spec.spec is new._spec.spec:  # type: ignore[attr-defined]
+            return
+        self._waiting[self._order[id(parameter)]] = old
+        parameter.grad = None
 
     def note(self, parameter: torch.Tensor) -> None:
         """Remember that a parameter's gradient changed; called by the engine."""
+        old = self._waiting.pop(self._order[id(parameter)], None)
+        if old is not None and parameter.grad is not None:
+            parameter.grad = old + parameter.grad
         grad = parameter.grad
         assert isinstance(grad, HDTensor), f"the gradient of an HDTensor is one, got {type(grad)}"
         if grad._spec.spec is parameter._spec.spec:  # type: ignore[attr-defined]
             return
         self._pending[self._order[id(parameter)]] = parameter
-        if self.enabled and not self._queued:
-            self._queued = True
-            at_backward_end(self.flush)
+        if self.enabled:
+            self._queue()
 
     def note_skipped(self, parameters: Sequence[torch.Tensor]) -> None:
         """Remember parameters of a module that this rank skipped: they get an empty gradient in the end.
@@ -59,13 +83,17 @@ class GradientSync:
         So a gradient exists on every rank or on none, and code that is collective over gradients is safe.
         """
         self._skipped.append(parameters)
-        if not self._queued:
-            self._queued = True
+        self._queue()
+
+    def _queue(self) -> None:
+        """Have ``flush`` called once at the end of this backward; one that failed before does not count."""
+        if self._backward != backward_id():
+            self._backward = backward_id()
             at_backward_end(self.flush)
 
     def flush(self) -> None:
         """Redistribute all noted gradients; every rank that holds one of them takes part."""
-        self._queued = False
+        self._backward = None
         self._give_empty_gradients()
         if not self.enabled:
             return

@@ -6,6 +6,7 @@ other way. Op by op they are ``redistribute`` calls on ``HDTensor``s. In a regio
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.tensor import Partial, Replicate
 from hdtensor._torch_compat import raw_apply
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.special.move import move
+from hdtensor.placements.spec import HDSpec
 from hdtensor.redistribute.execute import make_converter
 from hdtensor.tensor import HDTensor
 
@@ -66,12 +68,17 @@ def note(entry: list[tuple[Path, BoundSpec]], result: torch.Tensor | None) -> No
         points.results.append(result)
 
 
+@functools.lru_cache(maxsize=4096)
+def _reduced(spec: HDSpec) -> HDSpec:
+    return spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)
+
+
 def reduce_output(output: Any) -> Any:
     """Reduce what is pending of a module's (first) output inside each subgroup: Megatron's g."""
     if isinstance(output, tuple):
         return (reduce_output(output[0]), *output[1:])
     if isinstance(output, HDTensor):
-        wanted = output.spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)
+        wanted = _reduced(output.spec)
         result = move(output, wanted, output.top_sizes)
         note([((), output._spec)], result._local_tensor)
         return result

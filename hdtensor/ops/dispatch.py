@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hdtensor._torch_compat import new_wrapper
 from hdtensor.errors import DeductionError
 from hdtensor.ops import foreach, record
 from hdtensor.ops.generate import compiled
@@ -72,13 +73,14 @@ def _generate_handler(func: Any, arity: int) -> Handler:
     names = [f"a{i}" for i in range(arity)]
     keys = [_key_text(func, i) for i in range(arity)]
     key = keys[0] if arity == 1 else f"({', '.join(keys)})"
-    unpack = f"{', '.join(names)}, = args" if arity else "pass"
+    unpack = f"{', '.join(names)}, = args" if arity else "() = args"
     call_args = "".join(f"{name}, " for name in names)
     source = f"""
 def handler(args, kw):
-    if len(args) != {arity}:
+    try:
+        {unpack}
+    except ValueError:
         return handler_of(func, len(args))(args, kw)
-    {unpack}
     key = {key}
     if kw:
         key = (key, *[(k, part(v, k)) for k, v in kw.items()])
@@ -86,6 +88,8 @@ def handler(args, kw):
         run = get(key)
     except TypeError:
         return miss(func, None, args, kw, records)
+    if run.__class__ is tuple:
+        return new(HD, run[0], run[1], False)
     if run is not None:
         return run({call_args}kw)
     return miss(func, key, args, kw, records)
@@ -96,6 +100,7 @@ def handler(args, kw):
         "get": records.get,
         "handler_of": _handler_of,
         "miss": _miss,
+        "new": new_wrapper,
         "part": lambda value, where: _part(func, value, where),
         "plain": _plain_part,
         "records": records,
@@ -156,7 +161,8 @@ def _miss(func: Any, key: Any, args: tuple[Any, ...], kwargs: Any, records: dict
             for table in _records:
                 table.clear()
             _num_records[0] = 1
-        records[key] = run
+        # A pruned call with one result needs no function: the handler makes the empty tensor itself.
+        records[key] = getattr(run, "pruned", run)
     return run(*args, kwargs)
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from hdtensor._torch_compat import new_wrapper
+import torch
+
+from hdtensor._torch_compat import local_binding, new_wrapper
 from hdtensor.errors import DeductionError
 from hdtensor.ops import record
 from hdtensor.ops.binding import Binding, check_writable
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.calls import Call
-from hdtensor.ops.generate import empty_like_local
+from hdtensor.ops.generate import compiled, empty_like_local
 from hdtensor.ops.operand import make_call
 from hdtensor.ops.propagate import operands, output_metas
 from hdtensor.ops.registry import is_hdtensor, tensor_type
@@ -45,7 +47,8 @@ def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         elements.append(found)
     found: Any = next(v for _, v in operands(args, kwargs) if is_hdtensor(v))
     device = found._local_tensor.device
-    return _Run(func, args, elements, device)
+    run = _Run(func, args, elements, device)
+    return _plain_run(func, args, run) or run
 
 
 def _spec_of(value: Any) -> Any:
@@ -102,6 +105,34 @@ def _check_in_place(call: Call, binding: Binding) -> None:
                 f"{call.func}: writing in place would change the layout of {call.name_of(path)!r} "
                 f"({call.specs[path]}). Redistribute it first."
             )
+
+
+def _plain_run(func: Any, args: tuple[Any, ...], run: _Run) -> Any:
+    """Return a run without decisions left: this rank holds every element, and nothing is converted.
+
+    Returns None where that is not so.
+    """
+    lists = [i for i, a in enumerate(args) if isinstance(a, list | tuple)]
+    tensors = [x for i in lists for x in args[i] if isinstance(x, torch.Tensor)]
+    if not run.all_local or run.conversions or run.shared or not all(map(is_hdtensor, tensors)):
+        return None
+    names = [f"a{i}" for i in range(len(args))]
+    locals_ = [
+        f"[x._local_tensor for x in a{i}]"
+        if i in lists and args[i] and is_hdtensor(args[i][0])
+        else f"a{i}"
+        for i in range(len(args))
+    ]
+    call = f"op({', '.join(locals_)}, **kw) if kw else op({', '.join(locals_)})"
+    body = f"return [new(HD, v, o, False) for v, o in zip({call}, outs)]" if run.returns else call
+    env = {
+        "op": local_binding(func._schema.name.split("::")[1]) or func,
+        "new": new_wrapper,
+        "HD": tensor_type(),
+        "outs": run.outs,
+    }
+    exec(compiled(f"def run({', '.join([*names, 'kw'])}):\n    {body}\n"), env)
+    return env["run"]
 
 
 class _Run:

@@ -68,7 +68,11 @@ def generate(binding: Binding, tensor_type: type, device: torch.device) -> Run:
         body = _local_body(binding, env)
     source = f"def run({', '.join([*names, 'kw'])}):\n    {body}\n"
     exec(compiled(source), env)
-    return env["run"]
+    run = env["run"]
+    out = binding.outs[0] if binding.outs and not binding.is_multi else None
+    if binding.index is None and binding.mutated is None and out is not None:
+        run.pruned = (empty_like_local(out.dtype, device), out)
+    return run
 
 
 @functools.lru_cache(maxsize=8192)

@@ -144,7 +144,22 @@ def make_converter(
     """
     src = HDSpec((subgroup.with_placements(src_placements),))
     dst = HDSpec((subgroup.with_placements(dst_placements),))
-    program = compile_plan(resolve(src, dst, block_shape), current_rank())
+    return make_runner(resolve(src, dst, block_shape))
+
+
+def make_runner(plan: RedistributePlan) -> Callable[[Tensor], Tensor]:
+    """Return ``execute`` of one plan for the rank that is current now, with all decisions made.
+
+    It checks nothing: the caller knows that the local tensor is the plan's. Where the plan is one
+    collective on the local tensor as it is, the function is that collective.
+
+    Args:
+        plan: What ``resolve`` returned.
+
+    Returns:
+        Local tensor before -> local tensor after. Collective over the plan's ranks.
+    """
+    program = compile_plan(plan, current_rank())
     if len(program.steps) == 1:
         step = program.steps[0][1]
         if step.is_direct and step.jobs[0].is_whole:

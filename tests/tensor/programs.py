@@ -8,11 +8,14 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hdtensor.placements import HDSpec, Subgroup
+from tests.tensor import program_losses, program_math, program_shapes  # noqa: F401 - they fill OPS
 from tests.tensor.program_ops import OPS
 
 
 WORLD_SIZE = 4
 MAX_NUMEL = 2000
+#: So many seeds in a row share their subgroups: process groups are dear.
+GROUP_SEEDS = 16
 MESHES = {1: [(1,), (1, 1)], 2: [(2,), (2,), (2, 1), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (2, 2)]}
 
 
@@ -75,7 +78,7 @@ class Draw:
 
     def __init__(self, seed, steps=None):
         self.rng = random.Random(seed)
-        self.groups = self._groups(random.Random(seed // 16))  # few worlds: groups are dear
+        self.groups = self._groups(random.Random(seed // GROUP_SEEDS))
         self.program = Program(seed, self.groups)
         self.values = {}
         ratios = [None, None, *([self.rng.randint(0, 3) for _ in self.groups] for _ in range(3))]

@@ -7,6 +7,7 @@ a reduced dim is cut at either tier, the operator becomes a local *sum* over the
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import call, is_hdtensor, special
 from hdtensor.ops.special.move import move
 from hdtensor.placements import checks
+from hdtensor.placements.spec import HDSpec
 
 
 aten = torch.ops.aten
@@ -153,5 +155,9 @@ def reduced(x: Any) -> Any:
     spec = x._spec.spec
     if not spec.has_partial():
         return x
-    whole = spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
-    return move(x, whole, None)
+    return move(x, _whole(spec), None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _whole(spec: HDSpec) -> HDSpec:
+    return spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())

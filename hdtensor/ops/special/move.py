@@ -14,11 +14,13 @@ from torch.distributed.tensor import Partial, Replicate
 from hdtensor._rank import is_played
 from hdtensor._torch_compat import raw_apply
 from hdtensor.collectives import groups
+from hdtensor.collectives.split import check_reducible
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import call, moves, special, wrap
 from hdtensor.placements.layout import check_top_sizes, contiguous_stride
 from hdtensor.placements.spec import HDSpec
-from hdtensor.redistribute.execute import execute
+from hdtensor.redistribute.execute import make_runner
+from hdtensor.redistribute.program import compile_plan
 from hdtensor.redistribute.resolve import resolve
 
 
@@ -103,10 +105,13 @@ def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if not is_played():
         groups.ensure_groups(plan.rank_sets(), (*bound.spec.subgroups, *spec.subgroups))
     out = BoundSpec.of(spec, bound.shape, contiguous_stride(bound.shape), bound.dtype, sizes)
+    for op in compile_plan(plan, bound.rank).reductions:
+        check_reducible(op, bound.dtype)
+    execute = make_runner(plan)
     is_between = spec.top != bound.spec.top or spec.ranks != bound.spec.ranks
 
     def run(x: Any, dst: int, top_sizes: Any, kw: Any) -> Any:
         moves[0] += is_between
-        return wrap(execute(plan, x._local_tensor), out)
+        return wrap(execute(x._local_tensor), out)
 
     return run
