@@ -76,7 +76,7 @@ class HDTensor(torch.Tensor):
         """Whether this rank is in one of the subgroups."""
         return self._spec.index is not None
 
-    @property
+    @property  # type: ignore[override]
     def data(self) -> HDTensor:
         """The tensor without its history. What is assigned replaces values and layout, as torch's ``data`` does."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]

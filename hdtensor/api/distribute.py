@@ -59,7 +59,7 @@ def distribute_tensor(
         DisagreementError: On every rank, if ranks pass unlike shapes, dtypes or specs, or one of them fails (not with
             ``src_data_rank=None``, which asks nobody).
     """
-    options = {"hdim": hdim, "top_ratio": top_ratio, "top_sizes": top_sizes}
+    options: dict[str, Any] = {"hdim": hdim, "top_ratio": top_ratio, "top_sizes": top_sizes}
     if src_data_rank is None or not communicates():
         bound = _bind(tensor, spec, placements, **options)
         prepare_groups(bound.spec)

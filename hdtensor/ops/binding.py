@@ -28,7 +28,7 @@ from hdtensor.ops.calls import (
     is_view,
     out_top_sizes,
 )
-from hdtensor.ops.deduce import Decision
+from hdtensor.ops.decision import Decision
 from hdtensor.ops.propagate import Path
 from hdtensor.ops.registry import events
 from hdtensor.placements import checks

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import DTensorSpec, MaskPartial, TensorMeta, abstract_mesh
 from hdtensor.errors import DeductionError, HDTensorError
-from hdtensor.ops import views
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.calls import (
     RESHAPES,
@@ -37,6 +35,7 @@ from hdtensor.ops.calls import (
     refused,
     sizes_from,
 )
+from hdtensor.ops.decision import Decision, decide_reshape, replicated
 from hdtensor.ops.propagate import (
     ROW_RULES,
     Path,
@@ -44,33 +43,9 @@ from hdtensor.ops.propagate import (
     TierResult,
     propagate,
 )
+from hdtensor.ops.verify import fits_bottom, fits_top
 from hdtensor.placements import checks
 from hdtensor.placements.spec import HDSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Placements of one operator call, without sizes.
-
-    Attributes:
-        outs: Spec of each output, None for one that is no tensor.
-        out_sizes_from: Path of the operand whose top extents the outputs' follow.
-        top_inputs: Operands whose top placement changes; local conversions from ``Replicate`` only.
-        bottom_inputs: For each subgroup, operands whose bottom placements change.
-        ops: For each subgroup, the operator to run.
-        literals: For each subgroup, rewritten plain arguments by position.
-        sized: Whether the decision depends on exact sizes and must not be reused for others.
-        top_sizes: Exact extents of the outputs where a view computed them.
-    """
-
-    outs: tuple[HDSpec | None, ...]
-    out_sizes_from: Path | None
-    top_inputs: dict[Path, Placement]
-    bottom_inputs: tuple[dict[Path, Placements], ...]
-    ops: tuple[Any, ...]
-    literals: tuple[dict[int, Any], ...]
-    sized: bool = False
-    top_sizes: tuple[tuple[int, ...] | None, ...] | None = None
 
 
 def decide(call: Call, metas: Any) -> Decision:
@@ -90,12 +65,15 @@ def decide(call: Call, metas: Any) -> Decision:
     flags = _pending_flags(call)
     if flags:
         return _with_reductions(flags, decide(_reduced(call, flags), metas))
-    if _all_replicated(call) and call.func not in ROW_RULES:
-        return _replicated(call, metas)
+    if _allreplicated(call) and call.func not in ROW_RULES:
+        return replicated(call, metas)
     if call.func in RESHAPES:
-        return _decide_reshape(call, metas)
+        return decide_reshape(call, metas)
     top = _decide_top(call, metas)
     after_top = _apply_top(call, top.inputs)
+    if not fits_top(after_top, metas, top):
+        cut = (p for p, b in call.specs.items() if b.top_sizes is not None)
+        raise needs_communication(call, next(cut, next(iter(call.specs))), Replicate())
     bottoms = _decide_bottoms(after_top, top, metas)
     outs = tuple(
         None if placements is None else _join(call, placements[0], [b.outs[k] for b in bottoms])
@@ -146,21 +124,12 @@ def _with_reductions(flags: dict[Path, BoundSpec], decision: Decision) -> Decisi
     return dataclasses.replace(decision, bottom_inputs=tuple(inputs))
 
 
-def _all_replicated(call: Call) -> bool:
+def _allreplicated(call: Call) -> bool:
     return all(
         isinstance(b.spec.top, Replicate)
         and all(isinstance(p, Replicate) for g in b.spec.subgroups for p in g.placements)
         for b in call.specs.values()
     )
-
-
-def _replicated(call: Call, metas: Any) -> Decision:
-    """Every rank that takes part does the same on the same data: right for any deterministic op."""
-    spec = next(iter(call.specs.values())).spec.replace(top=Replicate())
-    spec = spec.map_bottom(lambda _: Replicate())
-    num = spec.num_subgroups
-    outs = tuple(spec if isinstance(m, TensorMeta) else None for m in as_list(metas))
-    return Decision(outs, None, {}, ({},) * num, (call.func,) * num, ({},) * num)
 
 
 def _decide_top(call: Call, metas: Any) -> TierResult:
@@ -319,6 +288,8 @@ def _decide_bottom(call: Call, top: TierResult, index: int, metas: Any) -> TierR
         return _gathered(call, top, index, None)
     if _averages_unlike_shards(call, result, index):
         return _gathered(call, top, index, None)
+    if not fits_bottom(call.func, args, kwargs, result):
+        return _gathered(call, top, index, None)
     return result
 
 
@@ -381,7 +352,7 @@ def block_shape_args(
     if out is not None and checks.is_cut(out[0]):
         path = sizes_from(call)
         if path is not None:
-            dim = out[0].dim
+            dim = out[0].dim  # type: ignore[attr-defined]
             sizes = out_top_sizes(call, path, out[0], shape)
             shape[dim] = sizes[index] or math.prod(call.subgroups[index].mesh_shape)
     return (*args[:position], shape, *args[position + 1 :])
@@ -396,43 +367,3 @@ def _join(call: Call, top: Placement, bottoms: Sequence[Placements | None]) -> H
     path = sizes_from(call)
     ratio = call.specs[path].spec.top_ratio if path and checks.is_cut(top) else None
     return HDSpec(groups, top, ratio)
-
-
-def _decide_reshape(call: Call, metas: Any) -> Decision:
-    bound = call.specs[(0,)]
-    src, dst = tuple(bound.shape), tuple(metas.shape)
-    if math.prod(src) == 0:  # every rank has all of nothing; DTensor's rule may loop for ever
-        return _replicated(call, metas)
-    top, sizes = bound.spec.top, None
-    if bound.top_sizes is not None:
-        moved = views.view_top(top, bound.top_sizes, src, dst)
-        if moved is None:
-            raise needs_communication(call, (0,), Replicate())
-        top, sizes = moved
-    outs, inputs = [], []
-    for index, group in enumerate(bound.spec.subgroups):
-        block_in, block_out = list(bound.block_shape(index)), list(dst)
-        if sizes is not None:
-            if not sizes[index]:  # an empty block regroups as any block would
-                block_in[bound.spec.top.dim] = src[bound.spec.top.dim]  # type: ignore[attr-defined]
-            else:
-                block_out[top.dim] = sizes[index]  # type: ignore[attr-defined]
-        followed = views.view_bottom(group.placements, group.mesh_shape, block_in, block_out)
-        have = group.placements
-        wanted = tuple(
-            h if f is not None else Replicate() for h, f in zip(have, followed, strict=True)
-        )
-        inputs.append({(0,): wanted} if wanted != have else {})
-        outs.append(group.with_placements(f if f is not None else Replicate() for f in followed))
-    spec = HDSpec(outs, top, bound.spec.top_ratio if checks.is_cut(top) else None)
-    num = len(outs)
-    return Decision(
-        (spec,),
-        (0,) if sizes else None,
-        {},
-        tuple(inputs),
-        (call.func,) * num,
-        ({},) * num,
-        sized=True,
-        top_sizes=(sizes,),
-    )

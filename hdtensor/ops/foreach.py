@@ -45,8 +45,8 @@ def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if found is None:
             found = plans[key] = _deduce_element(func, args, kwargs, i)
         elements.append(found)
-    found: Any = next(v for _, v in operands(args, kwargs) if is_hdtensor(v))
-    device = found._local_tensor.device
+    first: Any = next(v for _, v in operands(args, kwargs) if is_hdtensor(v))
+    device = first._local_tensor.device
     run = _Run(func, args, elements, device)
     return _plain_run(func, args, run) or run
 
@@ -161,15 +161,16 @@ class _Run:
         self.empties = [None if b is None else empty_like_local(b.dtype, device) for b in self.outs]
 
     def __call__(self, *args_and_kwargs: Any) -> Any:
-        *args, kwargs = args_and_kwargs
-        hd = self.tensor_type
+        args: list[Any] = list(args_and_kwargs[:-1])
+        kwargs = args_and_kwargs[-1]
+        hd: Any = self.tensor_type
         for k in self.lists:
             args[k] = [x._local_tensor if type(x) is hd else x for x in args[k]]
         for argument, i, step in self.conversions:
             args[argument][i] = step(args[argument][i])
-        for k, step in self.shared if self.local else ():
-            local = args[k]._local_tensor
-            args[k] = local if step is None else step(local)
+        for k, convert in self.shared if self.local else ():
+            shared: Any = args[k]
+            args[k] = convert(shared._local_tensor) if convert else shared._local_tensor
         if not self.all_local:
             for k in self.lists:
                 if len(args[k]) == self.num:

@@ -19,7 +19,7 @@ from hdtensor.ops import deduce
 from hdtensor.ops.binding import Binding
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.calls import RESHAPES, SHAPE_ARGS, Call, as_list, check_same_cut
-from hdtensor.ops.deduce import Decision
+from hdtensor.ops.decision import Decision
 from hdtensor.ops.generate import Run, generate
 from hdtensor.ops.metas import metas_of
 from hdtensor.ops.propagate import PROPAGATOR, operands

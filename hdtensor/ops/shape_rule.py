@@ -69,7 +69,7 @@ class ShapeRule:
             if dims is None:
                 outs.append(None)
                 continue
-            shape = []
+            shape: list[int] = []
             for explanations in dims:
                 lengths = {c if i == _CONSTANT else inputs[i][c] for i, c in explanations}
                 if len(lengths) > 1:

@@ -136,7 +136,7 @@ def block_segments(
     A top ``Shard`` gives one run. A strided one, as a view gives that merges the cut dim behind another,
     cuts each of its pieces alike: (2, 4) cut 3:1 on dim 1 and seen as (8,) is 0-2 and 4-6 beside 3 and 7.
     """
-    segments = [(Segment(0, length),) for length in shape]
+    segments: list[tuple[Segment, ...]] = [(Segment(0, length),) for length in shape]
     dim = checks.shard_dim(spec.top)
     if dim is None:
         return tuple(segments)

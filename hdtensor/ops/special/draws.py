@@ -55,7 +55,8 @@ def _rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def run(x: Any, noise: Any, *rest: Any) -> Any:
         given = rest[:-1]
-        lower, upper, training, generator = (*given, *(1 / 8, 1 / 3, False, None)[len(given) :])
+        defaults: tuple[Any, ...] = (1 / 8, 1 / 3, False, None)
+        lower, upper, training, generator = (*given, *defaults[len(given) :])
         if not training:
             return call(aten.leaky_relu.default, x, (lower + upper) / 2)
         slopes = call(aten.empty_like.default, x)

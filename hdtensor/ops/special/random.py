@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+import hdtensor.triton_kernels.counter_random as counter_random
 from hdtensor.errors import DeductionError
 from hdtensor.ops.binding import check_writable
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.generate import empty_like_local
 from hdtensor.ops.registry import call, special, wrap
 from hdtensor.placements.layout import contiguous_stride, owned_boxes
-from hdtensor.triton_kernels import counter_random
 
 
 aten = torch.ops.aten

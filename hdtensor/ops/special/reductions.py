@@ -1,11 +1,17 @@
-"""Reductions over an empty list of dims: torch means all of them, DTensor none."""
+"""Reductions whose arguments DTensor's rules read otherwise than torch.
+
+An empty list of dims means all of them to torch and none to DTensor; ``logsumexp`` takes ``keepdim`` by position too.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
+from hdtensor.ops.propagate import row_rule
 from hdtensor.ops.registry import deduced, special
 
 
@@ -31,3 +37,15 @@ def _over_all_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     run = deduced(func, (args[0], dims, *args[2:]), kwargs)
     return lambda x, _, *rest: run(x, dims, *rest)
+
+
+@row_rule(aten.logsumexp.default)
+def _logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Placement, ...]]:
+    num_dims = len(args[0].shape)
+    over = {dim % num_dims for dim in args[1]} if num_dims else set()
+    keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    rows: list[tuple[Placement, ...]] = [(Replicate(), Replicate())]
+    for dim in sorted(set(range(num_dims)) - over):
+        gone = 0 if keepdim else sum(other < dim for other in over)
+        rows.append((Shard(dim - gone), Shard(dim)))
+    return rows
