@@ -111,7 +111,7 @@ def _check_plain_operands(rank):
         ]:
             assert torch.equal(call(cut(X, SPEC)).full_tensor(), want)
         with pytest.raises(DeductionError, match="writes to a plain tensor"):
-            X.clone().add_(cut(X, SPEC))
+            X.clone().add_(cut(X, "R / 0,1:S1 2:R"))
     with pytest.raises(DeductionError):  # and the context ends
         cut(X, SPEC) + X
     # Scalars need no context.

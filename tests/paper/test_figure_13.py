@@ -40,7 +40,7 @@ TOP = [
 def test_hdim_of_dot(x, w, y, rank):
     with hd.as_rank(rank):
         result = torch.einsum(
-            "abc,cd->abd",
+            "ijk,kl->ijl",
             tensor((6, 6, 6), spec_of(x, "R", "R", "R")),
             tensor((6, 6), spec_of(w, "R", "R", "R")),
         )
@@ -58,7 +58,7 @@ def test_ds_union_of_dot_is_deduced_subgroup_by_subgroup(first, second):
     (x0, w0, y0), (x2, w2, y2) = first, second
     with hd.as_rank(5):
         result = torch.einsum(
-            "abc,cd->abd",
+            "ijk,kl->ijl",
             tensor((4, 4, 4), spec_of("R", x0, "R", x2)),
             tensor((4, 4), spec_of("R", w0, "R", w2)),
         )

@@ -2,6 +2,7 @@
 
 from hdtensor.ops.special import (
     attention,
+    batch_norm,
     draws,
     embedding,
     fills,
@@ -23,6 +24,7 @@ from hdtensor.ops.special import (
 
 __all__ = [
     "attention",
+    "batch_norm",
     "draws",
     "embedding",
     "fills",

@@ -146,6 +146,15 @@ def _nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return run
 
 
+@special(aten.div.Tensor)
+def _ratio(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Divide a scalar by the global weight: what losses with label smoothing end in."""
+    total, weight = args
+    if not is_hdtensor(weight) or total.ndim or weight.ndim or not weight._spec.spec.has_partial():
+        return None
+    return lambda total, weight, kw: call(func, total, reduced(weight))
+
+
 def reduced(x: Any) -> Any:
     """Return a scalar with every pending reduction done: the one implicit top-tier communication.
 
