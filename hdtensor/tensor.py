@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import new_wrapper, no_torch_function
 from hdtensor.collectives import groups
-from hdtensor.errors import SpecError
+from hdtensor.errors import DeductionError, SpecError
 from hdtensor.ops.bound import BoundSpec, bound_from_parts
 from hdtensor.ops.dispatch import dispatch
 from hdtensor.ops.registry import set_tensor_type
@@ -184,6 +184,33 @@ class HDTensor(torch.Tensor):
         from hdtensor.api.local import from_dtensor  # noqa: PLC0415 - the api builds on this type
 
         return from_dtensor(dtensor, spec, shape=shape, dtype=dtype, top_sizes=top_sizes)
+
+    # -- what reaches for memory of its own, of which a wrapper has none --------------------------------
+
+    def __format__(self, format_spec: str) -> str:
+        """Format a scalar's value, as torch does; ``item`` says where there is none."""
+        return format(self.item(), format_spec) if format_spec and not self.ndim else str(self)
+
+    def share_memory_(self) -> HDTensor:
+        """Move this rank's local tensor to shared memory."""
+        self._local_tensor.share_memory_()
+        return self
+
+    def apply_(self, function: Any) -> HDTensor:
+        """Refuse: torch would crash on a wrapper.
+
+        Raises:
+            DeductionError: Always; it names what to call.
+        """
+        raise DeductionError(f"apply_ on {self!r}: use t.to_local().apply_(function) on each rank.")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Refuse: torch would give a pointer to nothing.
+
+        Raises:
+            DeductionError: Always; it names what to call.
+        """
+        raise DeductionError(f"dlpack of {self!r}: pass t.to_local() or t.full_tensor() on.")
 
     # -- torch protocols ----------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from hdtensor._rank import as_rank, current_rank
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.local import prepare_groups, shard_of
-from hdtensor.collectives import p2p
+from hdtensor.collectives import groups, p2p
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements.spec import HDSpec
@@ -91,7 +91,11 @@ def _bind(
         raise SpecError(
             "distribute_tensor takes a leaf tensor; use HDTensor.from_local inside a graph."
         )
+    pairs = spec if isinstance(spec, list | tuple) else [(spec,)]
     spec = _spec_of(spec, placements, hdim, top_ratio)
+    for mesh, *_ in pairs:
+        if isinstance(mesh, DeviceMesh):
+            groups.adopt_mesh(mesh)
     return BoundSpec.bind(spec, tensor.shape, None, tensor.dtype, top_sizes)
 
 

@@ -39,8 +39,7 @@ class GradientSync:
         self._pending: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, torch.Tensor] = {}
         self._backward: int | None = None  # the backward at whose end ``flush`` is called
-        self._skipped: list[Sequence[torch.Tensor]] = []
-        self._empties: dict[int, HDTensor] = {}
+        self._skipped: list[Sequence[tuple[HDTensor, HDTensor]]] = []
         self._order = {id(p): i for i, p in enumerate(self.parameters)}
         self._accumulators = [
             self._watch(p) for p in self.parameters if p.is_floating_point() or p.is_complex()
@@ -77,12 +76,20 @@ class GradientSync:
         if self.enabled:
             self._queue()
 
-    def note_skipped(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Remember parameters of a module that this rank skipped: they get an empty gradient in the end.
+    def empties_of(self, parameters: Iterable[HDTensor]) -> list[tuple[HDTensor, HDTensor]]:
+        """Return each parameter with the empty gradient that it has where this rank holds no part of it."""
+        return [
+            (p, wrap(p._local_tensor.detach(), _home(p._spec, p.dtype)))
+            for p in parameters
+            if p.is_floating_point() or p.is_complex()
+        ]
+
+    def note_skipped(self, empties: Sequence[tuple[HDTensor, HDTensor]]) -> None:
+        """Remember a module that this rank skipped: its parameters get their empty gradients in the end.
 
         So a gradient exists on every rank or on none, and code that is collective over gradients is safe.
         """
-        self._skipped.append(parameters)
+        self._skipped.append(empties)
         self._queue()
 
     def _queue(self) -> None:
@@ -109,20 +116,11 @@ class GradientSync:
             parameter.grad = wrap(local, _home(parameter._spec, parameter.grad.dtype))  # type: ignore[attr-defined,union-attr]
 
     def _give_empty_gradients(self) -> None:
-        for parameters in self._skipped:
-            for parameter in parameters:
+        for empties in self._skipped:
+            for parameter, empty in empties:
                 if parameter.grad is None and parameter.requires_grad:
-                    parameter.grad = self._empty(parameter)
+                    parameter.grad = empty
         self._skipped.clear()
-
-    def _empty(self, parameter: torch.Tensor) -> HDTensor:
-        empty = self._empties.get(id(parameter))
-        if empty is not None:
-            return empty
-        bound = parameter._spec  # type: ignore[attr-defined]
-        empty = wrap(parameter._local_tensor.detach(), _home(bound, bound.dtype))  # type: ignore[attr-defined]
-        self._empties[id(parameter)] = empty
-        return empty
 
 
 def gradient_plan(grad: BoundSpec, parameter: BoundSpec) -> RedistributePlan:

@@ -123,8 +123,10 @@ def _from_local(
     elif problem is not None:
         raise problem
     elif shape is None:
+        _check_plain(local)
         bound = _alone(local, as_spec(spec))
     else:
+        _check_plain(local)
         bound = BoundSpec.bind(as_spec(spec), shape, None, local.dtype, top_sizes)
     prepare_groups(bound.spec)
     if bound.index is None:
@@ -140,6 +142,11 @@ def _from_local(
     return new_wrapper(HDTensor, local.detach(), bound, False)
 
 
+def _check_plain(local: Any) -> None:
+    if not isinstance(local, torch.Tensor) or isinstance(local, HDTensor | DTensor):
+        raise SpecError(f"from_local takes a plain torch.Tensor, got {type(local).__name__}.")
+
+
 class _Shard(NamedTuple):
     """What one rank passes to ``from_local``."""
 
@@ -152,8 +159,7 @@ class _Shard(NamedTuple):
 
     @classmethod
     def of(cls, local: Any, spec: HDSpec | str, shape: Any, top_sizes: Any) -> _Shard:
-        if not isinstance(local, torch.Tensor) or isinstance(local, HDTensor | DTensor):
-            raise SpecError(f"from_local takes a plain torch.Tensor, got {type(local).__name__}.")
+        _check_plain(local)
         spec, shape = as_spec(spec), _tuple("shape", shape)
         if shape is not None:
             spec = normalized(spec, len(shape))
@@ -337,6 +343,7 @@ def _layout_of(dtensor: DTensor | None) -> tuple[HDSpec, tuple[int, ...], torch.
         return None
     if not isinstance(dtensor, DTensor):
         raise SpecError(f"from_dtensor takes a DTensor, got {type(dtensor).__name__}.")
+    groups.adopt_mesh(dtensor.device_mesh)
     spec = HDSpec.from_meshes([(dtensor.device_mesh, dtensor.placements)])
     return spec, tuple(dtensor.shape), dtensor.dtype
 
@@ -354,6 +361,7 @@ def _local_of(dtensor: DTensor | None, spec: HDSpec, dtype: torch.dtype | None) 
         raise SpecError(f"from_dtensor takes a DTensor, got {type(dtensor).__name__}.")
     if index is not None:
         _check_dtensor(dtensor, spec.subgroups[index])
+        groups.adopt_mesh(dtensor.device_mesh)
     return dtensor.to_local()
 
 

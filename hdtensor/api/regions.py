@@ -105,7 +105,7 @@ class Region:
         self.sync = sync
         self.layouts: dict[Any, Layout] = {}
         self.leaves: list[Leaf] | None = None
-        self._held = list(module.parameters())
+        self._empties: list[tuple[HDTensor, HDTensor]] | None = None
         self._hook_number = -1
         self._has_hooks = False
         module.forward = self
@@ -152,7 +152,9 @@ class Region:
         return self._has_hooks
 
     def _note_skipped(self) -> None:
-        self.sync.note_skipped(self._held)
+        if self._empties is None:
+            self._empties = self.sync.empties_of(self._parameters())
+        self.sync.note_skipped(self._empties)
 
     # -- the slow states --------------------------------------------------------------------------------------
 

@@ -115,6 +115,17 @@ def mesh_of(subgroup: Subgroup) -> DeviceMesh:
     return mesh
 
 
+def adopt_mesh(mesh: DeviceMesh) -> None:
+    """Have ``mesh_of`` return a user's mesh: ``DTensor`` tells meshes apart by the names of their axes.
+
+    Local; groups stay those of ``ensure_groups``, since ranks outside the mesh may not have it.
+    """
+    if dist.is_initialized() and not is_played():
+        grid = mesh.mesh
+        ranks = tuple(grid.flatten().tolist())
+        _cache("adopt a mesh").meshes[(ranks, tuple(grid.shape))] = mesh
+
+
 def num_communicators() -> int:
     """Return how many groups of two or more ranks exist besides the default one."""
     if _current is None or _current.world is not dist.group.WORLD:

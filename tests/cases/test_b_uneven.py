@@ -43,7 +43,7 @@ def test_cases_9_and_10_shards_that_make_no_tensor():
 
 
 def _check_column_then_row(rank):
-    for width, hidden, batch in itertools.product((3, 5, 8), (2, 5, 7), (1, 2, 3)):
+    for width, hidden, batch in itertools.product((5, 8), (2, 5), (1, 3)):
         generator = torch.Generator().manual_seed(width)
         x, up, down = (
             torch.randn(*shape, generator=generator, dtype=torch.float64)
