@@ -127,6 +127,14 @@ class Propagator(ShardingPropagator):
     def _propagate_tensor_meta_non_cached(self, op_schema: OpSchema) -> Any:
         return self._metas_of(op_schema)
 
+    def has_rule(self, func: Any) -> bool:
+        """Return whether DTensor has a rule for the op itself, not for its decomposition only."""
+        return (
+            func in self.op_single_dim_strategy_funcs
+            or func in self.op_strategy_funcs
+            or func in self.op_to_rules
+        )
+
     def schema_info(self, func: Any) -> Any:
         """Return what DTensor says of the op's plain arguments, or None."""
         return self.op_to_schema_info.get(

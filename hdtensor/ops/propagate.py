@@ -29,6 +29,9 @@ aten = torch.ops.aten
 Path = tuple[Any, ...]
 Placements = tuple[Placement, ...]
 
+#: Operands up to which DTensor may derive a rule from an operator's decomposition: the work is exponential in them.
+_MAX_TRACED = 4
+
 #: Output metas kept; past it the table starts anew.
 _MAX_METAS = 8192
 
@@ -112,6 +115,10 @@ def propagate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TierR
     rule = ROW_RULES.get(func)
     if rule is not None:
         return _by_rows(func, rule(args, kwargs), specs)
+    if len(specs) > _MAX_TRACED and not PROPAGATOR.has_rule(func):
+        raise NotImplementedError(
+            f"it has {len(specs)} operands; tracing its decomposition would try every combination of placements"
+        )
     schema = OpSchema(func, args, kwargs, PROPAGATOR.schema_info(func))
     answer = PROPAGATOR.propagate_op_sharding_non_cached(schema)
     outs = answer.output_spec

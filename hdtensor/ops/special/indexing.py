@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
+from hdtensor.ops.propagate import row_rule
 from hdtensor.ops.registry import call, deduced, special
 
 
@@ -31,3 +34,10 @@ def _assign_under_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return None
     fill = aten.masked_fill_.Tensor if func._schema.is_mutable else aten.masked_fill.Tensor
     return lambda x, indices, values, *rest: call(fill, x, indices[0], values.reshape(()))
+
+
+@row_rule(aten.fill.Tensor, aten.fill_.Tensor)
+def _fill(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Placement, ...]]:
+    """``x[at] = number`` ends in this: every shard takes the number; what is pending does not."""
+    kept = {p for p in args[0].placements if not isinstance(p, Partial)} or {Replicate()}
+    return [(p, p, Replicate()) for p in sorted(kept, key=repr)]

@@ -136,12 +136,3 @@ def _unfold_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]
     specs, num_dims = _specs(args, kwargs), len(args[1])
     free = [dim for dim in range(num_dims) if dim != args[2] % num_dims]
     return _whole(1, specs) + [(Shard(dim), Shard(dim)) for dim in free]
-
-
-@row_rule(aten.native_group_norm_backward.default)
-def _group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
-    """Samples are independent; the weights' gradients sum over them. Inputs: gradient, input, mean, rstd, weight?"""
-    specs = _specs(args, kwargs)
-    weight = (Replicate(),) * (len(specs) - 4)
-    by_sample = (Shard(0), Partial(), Partial(), *(Shard(0),) * 4, *weight)
-    return [(Replicate(),) * len(by_sample), by_sample]

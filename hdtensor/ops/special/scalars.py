@@ -49,3 +49,15 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
 
     return refuse
+
+
+@special(aten.is_same_size.default, is_local=True)
+def _is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compare global shapes, which every rank knows."""
+    return lambda a, b, kw: a.shape == b.shape
+
+
+@special(aten.is_pinned.default, is_local=True)
+def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Ask about this rank's memory."""
+    return lambda x, *rest: x._local_tensor.is_pinned()
