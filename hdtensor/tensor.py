@@ -22,6 +22,10 @@ from hdtensor.placements.layout import owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
 
 
+_torch_grad: Any = torch.Tensor.grad
+_get_grad, _set_grad = _torch_grad.__get__, _torch_grad.__set__
+
+
 class HDTensor(torch.Tensor):
     """A ``torch.Tensor`` of the global shape whose values lie in shards on several ranks.
 
@@ -30,10 +34,12 @@ class HDTensor(torch.Tensor):
     ``HDTensor.from_dtensor``; move it with ``redistribute``.
     """
 
-    __slots__ = ("_local_tensor", "_spec")
+    __slots__ = ("_local_tensor", "_seen_skips", "_skips", "_spec")
 
     _local_tensor: torch.Tensor
     _spec: BoundSpec
+    _skips: list[int]  # backwards that passed the parameter's module while this rank skipped it
+    _seen_skips: int  # as many when the gradient was cleared
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
     __torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
@@ -75,6 +81,35 @@ class HDTensor(torch.Tensor):
     def is_local(self) -> bool:
         """Whether this rank is in one of the subgroups."""
         return self._spec.index is not None
+
+    @property
+    def grad(self) -> HDTensor | None:
+        """The gradient, as torch's ``grad``.
+
+        A rank that skips a whole module does nothing for its parameters in backward; their empty gradients are made
+        when they are looked at. So a gradient exists on every rank or on none, and code that is collective over
+        gradients is safe.
+        """
+        found = _get_grad(self)
+        if found is None:
+            skips = getattr(self, "_skips", None)
+            if skips is not None and skips[0] != self._seen_skips and self.requires_grad:
+                bound = BoundSpec.bind(self.spec, self.shape, None, self.dtype, self.top_sizes)
+                found = new_wrapper(HDTensor, self._local_tensor.detach(), bound, False)
+                _set_grad(self, found)
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _set_grad(self, value)
+        if value is None:
+            skips = getattr(self, "_skips", None)
+            if skips is not None:
+                self._seen_skips = skips[0]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     @property  # type: ignore[override]
     def data(self) -> HDTensor:

@@ -51,14 +51,18 @@ def distribute_tensor(
         hdim: HDim code of a list of pairs: d for ``Shard(d)``, -1 replicate, -2 partial.
         top_ratio: Proportions of a top ``Shard``, with a list of pairs.
         top_sizes: Exact extents of the blocks along a top ``Shard``'s dim; default: by the ratio.
-        src_data_rank: Global rank whose values count; they are sent to the holders. None: every rank cuts its own
-            tensor, which must be the same everywhere; nothing is sent.
+        src_data_rank: Global rank whose values count; they are sent to the holders. With a ``DeviceMesh`` the position
+            in the mesh, as DTensor has it. None: every rank cuts its own tensor, which must be the same everywhere;
+            nothing is sent.
 
     Raises:
         SpecError: If the spec does not fit the tensor.
         DisagreementError: On every rank, if ranks pass unlike shapes, dtypes or specs, or one of them fails (not with
             ``src_data_rank=None``, which asks nobody).
     """
+    if isinstance(spec, DeviceMesh) and type(src_data_rank) is int:
+        ranks = spec.mesh.flatten().tolist()
+        src_data_rank = ranks[src_data_rank] if 0 <= src_data_rank < len(ranks) else -1
     options: dict[str, Any] = {"hdim": hdim, "top_ratio": top_ratio, "top_sizes": top_sizes}
     if src_data_rank is None or not communicates():
         bound = _bind(tensor, spec, placements, **options)

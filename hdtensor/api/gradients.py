@@ -39,7 +39,6 @@ class GradientSync:
         self._pending: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, torch.Tensor] = {}
         self._backward: int | None = None  # the backward at whose end ``flush`` is called
-        self._skipped: list[Sequence[tuple[HDTensor, HDTensor]]] = []
         self._order = {id(p): i for i, p in enumerate(self.parameters)}
         self._accumulators = [
             self._watch(p) for p in self.parameters if p.is_floating_point() or p.is_complex()
@@ -76,22 +75,6 @@ class GradientSync:
         if self.enabled:
             self._queue()
 
-    def empties_of(self, parameters: Iterable[HDTensor]) -> list[tuple[HDTensor, HDTensor]]:
-        """Return each parameter with the empty gradient that it has where this rank holds no part of it."""
-        return [
-            (p, wrap(p._local_tensor.detach(), _home(p._spec, p.dtype)))
-            for p in parameters
-            if p.is_floating_point() or p.is_complex()
-        ]
-
-    def note_skipped(self, empties: Sequence[tuple[HDTensor, HDTensor]]) -> None:
-        """Remember a module that this rank skipped: its parameters get their empty gradients in the end.
-
-        So a gradient exists on every rank or on none, and code that is collective over gradients is safe.
-        """
-        self._skipped.append(empties)
-        self._queue()
-
     def _queue(self) -> None:
         """Have ``flush`` called once at the end of this backward; one that failed before does not count."""
         if self._backward != backward_id():
@@ -101,7 +84,6 @@ class GradientSync:
     def flush(self) -> None:
         """Redistribute all noted gradients; every rank that holds one of them takes part."""
         self._backward = None
-        self._give_empty_gradients()
         if not self.enabled:
             return
         pending = [self._pending[i] for i in sorted(self._pending)]
@@ -114,13 +96,6 @@ class GradientSync:
             )
         for (parameter, _), local in zip(work, moved, strict=True):
             parameter.grad = wrap(local, _home(parameter._spec, parameter.grad.dtype))  # type: ignore[attr-defined,union-attr]
-
-    def _give_empty_gradients(self) -> None:
-        for empties in self._skipped:
-            for parameter, empty in empties:
-                if parameter.grad is None and parameter.requires_grad:
-                    parameter.grad = empty
-        self._skipped.clear()
 
 
 def gradient_plan(grad: BoundSpec, parameter: BoundSpec) -> RedistributePlan:

@@ -105,7 +105,7 @@ class Region:
         self.sync = sync
         self.layouts: dict[Any, Layout] = {}
         self.leaves: list[Leaf] | None = None
-        self._empties: list[tuple[HDTensor, HDTensor]] | None = None
+        self._skips: list[int] | None = None
         self._hook_number = -1
         self._has_hooks = False
         module.forward = self
@@ -152,9 +152,11 @@ class Region:
         return self._has_hooks
 
     def _note_skipped(self) -> None:
-        if self._empties is None:
-            self._empties = self.sync.empties_of(self._parameters())
-        self.sync.note_skipped(self._empties)
+        if self._skips is None:
+            self._skips = [0]
+            for parameter in self._parameters():
+                parameter._skips, parameter._seen_skips = self._skips, 0
+        self._skips[0] += 1
 
     # -- the slow states --------------------------------------------------------------------------------------
 

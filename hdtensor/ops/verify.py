@@ -39,7 +39,9 @@ def fits_bottom(
         return True
     specs = {path: s for path, s in operands(args, kwargs) if isinstance(s, DTensorSpec)}
     mesh_shape = tuple(next(iter(specs.values())).mesh.shape)
-    wholes = [_shape_of(meta) for meta in as_list(output_metas(func, args, kwargs))]
+    wholes = _shapes_given(func, args, kwargs)
+    if wholes is None:
+        return True
     tried = set()
     for position in range(torch.Size(mesh_shape).numel()):
         shapes = {
@@ -107,16 +109,21 @@ def _gives(
         own = TensorMeta(shape, contiguous_stride(shape), meta.dtype)
         return DTensorSpec(abstract_mesh((1,), 0), (Replicate(),), own)
 
+    given = _shapes_given(func, *map_operands(local, args, kwargs))
+    return given is not None and all(
+        a is None or a == g for a, g in zip(announced, given, strict=False)
+    )
+
+
+def _shapes_given(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Shape | None] | None:
+    """Return the shapes of the results, None if the operator does not take the operands."""
     try:
-        metas = output_metas(func, *map_operands(local, args, kwargs))
+        metas = as_list(output_metas(func, args, kwargs))
     except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):
-        return False
-    given = [_shape_of(meta) for meta in as_list(metas)]
-    return all(a is None or a == g for a, g in zip(announced, given, strict=False))
-
-
-def _shape_of(meta: Any) -> Shape | None:
-    return tuple(meta.shape) if isinstance(meta, TensorMeta) else None
+        return None
+    return [tuple(m.shape) if isinstance(m, TensorMeta) else None for m in metas]
 
 
 def _shard(

@@ -250,3 +250,22 @@ def test_gradients_accumulate_and_follow_new_weights():
                 torch.testing.assert_close(p.detach().to_local(), q.detach())
                 if q.grad is not None:
                     torch.testing.assert_close(p.grad.to_local(), q.grad)
+
+
+def test_gradients_of_a_skipped_module_exist_until_they_are_cleared():
+    spec = hd.HDSpec.from_text("R / 0:R")
+    with hd.as_rank(3):
+        module = distributed(Block(), spec)
+        region = region_of(module)
+        x = hd.distribute_tensor(torch.ones(4, 8), spec, src_data_rank=None)
+        for _ in range(3):
+            module(x).sum().backward()
+            assert all(p.grad is not None and not p.grad.is_local for p in module.parameters())
+            assert all(p.grad.spec is p.spec for p in module.parameters())
+            module.zero_grad()
+            assert all(p.grad is None for p in module.parameters())
+        module.up.weight.requires_grad_(False)
+        module(x).sum().backward()
+        assert module.up.weight.grad is None
+        assert module.down.weight.grad is not None
+    assert "pruned" in states(region)

@@ -274,3 +274,71 @@ _reduce("all", lambda x, d, k: ((x > -1).all(d[0], k) if d else (x > -1).all()).
 _reduce("count", lambda x, d, k: ((x > 0).sum(d, k) if d else (x > 0).sum()).double())
 _reduce("argmax", lambda x, d, k: (x.argmax(d[0], k) if d else x.argmax()).double())
 _reduce("prod", lambda x, d, k: x.prod(d[0], k) if d else x.prod())
+
+
+def _redistribute(draw):
+    (x,) = draw.floats()
+    spec, sizes = draw.layout(draw.shape(x), "float")
+    return (x,), {"spec": spec, "sizes": sizes}
+
+
+@op(_redistribute, weight=6)
+def redistribute(x, spec, sizes):
+    return x * 1 if type(x) is torch.Tensor else x.redistribute(spec, top_sizes=sizes)
+
+
+@op(over_dim)
+def cumprod(x, dim):
+    return (x.tanh() + 2).cumprod(dim)
+
+
+@op(over_dim)
+def topk(x, dim):
+    return x.topk((x.shape[dim] + 1) // 2, dim).values
+
+
+def _tensordot(draw):
+    (x,) = draw.floats(min_dims=2)
+    return (x, draw.with_shape((*draw.shape(x)[-2:], draw.length()))), {}
+
+
+@op(_tensordot)
+def tensordot(x, y):
+    return torch.tensordot(x, y, dims=2)
+
+
+def _attention(draw):
+    shape = (draw.length(), draw.rng.choice([1, 2, 4]), draw.length(), draw.rng.choice([2, 3]))
+    if 0 in shape:
+        shape = (2, 2, 3, 2)
+    return tuple(draw.with_shape(shape) for _ in range(3)), {"is_causal": draw.flip()}
+
+
+@op(_attention, weight=2)
+def attention(q, k, v, is_causal):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def _group_norm(draw):
+    x = draw.with_shape((draw.length() or 2, 4, draw.length() or 3))
+    return (x, draw.with_shape((4,)), draw.with_shape((4,))), {}
+
+
+@op(_group_norm)
+def group_norm(x, w, b):
+    return F.group_norm(x, 2, w, b)
+
+
+def _conv(draw):
+    x = draw.with_shape((draw.length() or 2, 3, 5))
+    return (x, draw.with_shape((draw.rng.choice([2, 4]), 3, 3))), {}
+
+
+@op(_conv)
+def conv1d(x, w):
+    return F.conv1d(x, w, padding=1)
+
+
+@op(_binary)
+def cosine_similarity(a, b):
+    return F.cosine_similarity(*torch.broadcast_tensors(a, b), dim=-1) if a.ndim else a * b
