@@ -48,6 +48,9 @@ class ShapeRule:
             self._first, self._dims = tuple(inputs), dims
             return
         self._varied |= set(self._changes(inputs))
+        if len(dims) != len(self._dims):  # as many results as the split dim is long
+            self.is_usable = False
+            return
         for old, new in zip(self._dims, dims, strict=True):
             if (old is None) != (new is None) or len(old or ()) != len(new or ()):
                 self.is_usable = False
