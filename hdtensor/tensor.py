@@ -20,6 +20,7 @@ from hdtensor.ops.registry import set_tensor_type
 from hdtensor.ops.special.move import gradient_spec, move
 from hdtensor.placements.layout import owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.text import as_spec
 
 
 _torch_grad: Any = torch.Tensor.grad
@@ -76,6 +77,20 @@ class HDTensor(torch.Tensor):
     def subgroups(self) -> list[tuple[DeviceMesh, tuple[Placement, ...]]]:
         """One ``(DeviceMesh, placements)`` per subgroup, the paper's DG and DS unions."""
         return [(groups.mesh_of(g), g.placements) for g in self._spec.spec.subgroups]
+
+    @property
+    def placements(self) -> Any:
+        """Not here: an ``HDTensor`` has placements at two tiers.
+
+        Raises:
+            AttributeError: Always; it names what to use.
+        """
+        raise AttributeError(
+            "an HDTensor has no placements of its own: see .spec (top and subgroups), .subgroups (a mesh and "
+            "placements for each), or .to_dtensor() for this rank's subgroup."
+        )
+
+    device_mesh = placements
 
     @property
     def is_local(self) -> bool:
@@ -307,21 +322,6 @@ def _rebuild(
 
 # What torch.load(weights_only=True) may call: values only, no code of a file's choice.
 torch.serialization.add_safe_globals([_rebuild, bound_from_parts, HDSpec, Subgroup])
-
-
-def as_spec(spec: HDSpec | str) -> HDSpec:
-    """Return a spec given as one or as its short text.
-
-    Raises:
-        SpecError: On anything else.
-    """
-    if isinstance(spec, HDSpec):
-        return spec
-    if isinstance(spec, str):
-        return HDSpec.from_text(spec)
-    raise SpecError(
-        f"a spec is an HDSpec or its short text, got {spec!r} of type {type(spec).__name__}."
-    )
 
 
 def _sizes(bound: BoundSpec, spec: HDSpec, top_sizes: Sequence[int] | None) -> Sequence[int] | None:

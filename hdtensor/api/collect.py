@@ -12,7 +12,7 @@ from hdtensor._rank import current_rank, is_played
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.local import shard_of
 from hdtensor.collectives import p2p
-from hdtensor.errors import GroupError
+from hdtensor.errors import GroupError, SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.tensor import HDTensor, gradient_bound
 
@@ -41,6 +41,10 @@ def item(tensor: HDTensor) -> int | float | bool | complex:
 
 
 def _collect(tensor: HDTensor) -> torch.Tensor:
+    if not isinstance(tensor, HDTensor):
+        raise SpecError(
+            f"expected an HDTensor, got a {type(tensor).__name__}: a plain tensor is whole already."
+        )
     spec = tensor.spec
     whole = spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
     with torch.no_grad():

@@ -18,7 +18,8 @@ from hdtensor.collectives import groups, p2p
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements.spec import HDSpec
-from hdtensor.tensor import HDTensor, as_spec
+from hdtensor.placements.text import as_spec
+from hdtensor.tensor import HDTensor
 
 
 Pairs = Sequence[tuple[DeviceMesh | Sequence[int], Sequence[Placement]]]

@@ -18,8 +18,9 @@ from hdtensor.ops.bound import BoundSpec, normalized
 from hdtensor.placements import checks
 from hdtensor.placements.layout import local_shape, owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.text import as_spec
 from hdtensor.redistribute.resolve import resolve
-from hdtensor.tensor import HDTensor, as_spec, gradient_bound
+from hdtensor.tensor import HDTensor, gradient_bound
 
 
 def prepare_groups(*specs: HDSpec) -> None:

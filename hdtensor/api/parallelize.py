@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial
 from hdtensor._rank import is_played
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api import points, regions
+from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.gradients import GradientSync, gradient_plan, paused
 from hdtensor.api.implicit import implicit_replication
@@ -37,11 +38,13 @@ class ParallelState:
         plan: The expanded plan.
         sync: Brings gradients home.
         regions: Modules that run as a whole, see ``api.regions``.
+        is_batch_checked: Whether a batch was compared over all ranks.
     """
 
     plan: ExpandedPlan
     sync: GradientSync
     regions: list[regions.Region] = field(default_factory=list)
+    is_batch_checked: bool = False
 
 
 _states: weakref.WeakKeyDictionary[nn.Module, ParallelState] = weakref.WeakKeyDictionary()
@@ -82,6 +85,11 @@ def parallelize(
     """
     if model in _states:
         raise PlanError("the model is parallelized already; build a new one for another plan.")
+    if not isinstance(plan, AnnotationPlan):
+        raise PlanError(
+            f"parallelize takes an AnnotationPlan, got a {type(plan).__name__}. Read one with "
+            f"hdtensor.AnnotationPlan.load(path) or from_dict(obj)."
+        )
     description = ModelDescription.from_module(model)
     expanded = plan.expand(description, patterns)
     _check(expanded, model, src_data_rank)
@@ -126,8 +134,16 @@ def distribute_batch(
 
     Returns:
         The same structure of ``HDTensor``s.
+
+    Raises:
+        DisagreementError: On every rank, if the ranks' first batches differ: each rank must pass the whole batch, not a
+            part of its own as a distributed sampler gives. Later batches are not compared.
     """
-    spec = state_of(model).plan.inputs
+    state = state_of(model)
+    spec = state.plan.inputs
+    if not state.is_batch_checked and communicates():
+        _check_same_batch(batch)
+        state.is_batch_checked = True
 
     def cut(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.ndim:
@@ -139,6 +155,27 @@ def distribute_batch(
         return value
 
     return cut(batch)
+
+
+def _check_same_batch(batch: Any) -> None:
+    """Compare a batch's shapes and checksums over all ranks."""
+
+    def facts(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            total = value.double().sum().item() if not value.is_complex() else 0.0
+            return (tuple(value.shape), str(value.dtype), repr(total))
+        if isinstance(value, Mapping):
+            return tuple((str(k), facts(v)) for k, v in value.items())
+        if isinstance(value, list | tuple):
+            return tuple(facts(v) for v in value)
+        return type(value).__name__
+
+    mine, problem = attempt(lambda: facts(batch))
+    require_alike(
+        "distribute_batch",
+        exchange("distribute_batch", mine, problem),
+        "Every rank passes the same whole batch; distribute_batch takes each rank's part.",
+    )
 
 
 @contextlib.contextmanager

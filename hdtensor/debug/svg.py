@@ -14,6 +14,7 @@ from hdtensor.debug.regions import Region, check_shape, faces, fit_sizes, region
 from hdtensor.debug.visualize import notes, slice_text
 from hdtensor.errors import SpecError
 from hdtensor.placements import Box, HDSpec, check_top_sizes, checks
+from hdtensor.placements.text import as_spec
 
 
 #: Okabe and Ito's colours, which readers with any colour vision tell apart.
@@ -35,7 +36,7 @@ class _Panel(NamedTuple):
 
 
 def svg(
-    spec: HDSpec,
+    spec: HDSpec | str,
     shape: Sequence[int],
     top_sizes: Sequence[int] | None = None,
     *,
@@ -59,6 +60,7 @@ def svg(
     Raises:
         SpecError: If the spec, the extents or the names do not fit the shape.
     """
+    spec = as_spec(spec)
     colours = subgroup_colours([spec])
     picture = spec_block(spec, shape, top_sizes, colours=colours, title=title, dim_names=dim_names)
     body = canvas.below([picture, legend([spec], colours)], gap=14)

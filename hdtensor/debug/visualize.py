@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hdtensor.debug.regions import Region, check_shape, faces, fit_sizes, idle_ranks, regions
 from hdtensor.placements import Box, HDSpec, check_top_sizes, checks
+from hdtensor.placements.text import as_spec
 
 
 # A drawing beyond this is harder to read than a table.
@@ -17,7 +18,9 @@ _CELL_COLUMNS = (3, 24)
 _CELL_LINES = (1, 6)
 
 
-def visualize(spec: HDSpec, shape: Sequence[int], top_sizes: Sequence[int] | None = None) -> str:
+def visualize(
+    spec: HDSpec | str, shape: Sequence[int], top_sizes: Sequence[int] | None = None
+) -> str:
     """Draw a 1-D or 2-D tensor's parts; list the parts of any other.
 
     Needs no process group and no tensor: any process can look at any plan. Paper: Fig. 6.
@@ -56,6 +59,7 @@ def visualize(spec: HDSpec, shape: Sequence[int], top_sizes: Sequence[int] | Non
     Raises:
         SpecError: If the spec or the extents do not fit the shape.
     """
+    spec = as_spec(spec)
     shape = check_shape(shape)
     sizes = check_top_sizes(spec, shape, top_sizes)
     parts = regions(spec, shape, sizes)

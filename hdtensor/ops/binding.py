@@ -36,6 +36,13 @@ from hdtensor.placements.layout import Segment, block_segments
 from hdtensor.redistribute.execute import make_converter
 
 
+#: Views that only set a bit on the tensor, and what computes the values: collectives read a shard's memory.
+LAZY = {
+    torch.ops.aten._conj.default: torch.conj_physical,
+    torch.ops.aten._neg_view.default: torch.neg,
+}
+
+
 class Binding:
     """A decision applied to exact sizes, for this rank."""
 
@@ -81,7 +88,11 @@ class Binding:
         if not is_view(self.call.func) or self.call.func is torch.ops.aten.detach.default:
             return False  # a gradient is detached before it becomes ``.grad``, which is written to
         moved = bool(self.decision.top_inputs) or any(self.decision.bottom_inputs)
-        return moved or any(bound.is_copy for bound in self.call.specs.values())
+        return (
+            moved
+            or self.call.func in LAZY
+            or any(bound.is_copy for bound in self.call.specs.values())
+        )
 
     def _check_written(self) -> None:
         for position in written_arguments(self.call.func):
@@ -234,7 +245,7 @@ def check_writable(func: Any, name: str, bound: BoundSpec) -> None:
     Raises:
         DeductionError: With what to call instead.
     """
-    if bound.is_copy:
+    if bound.is_copy and 0 not in bound.shape:
         raise DeductionError(
             f"{func}: {name!r} ({bound}) came out of a view that had to move data, so that it shares no memory with "
             f"the tensor it was taken from, which would stay as it is. Use the out-of-place operator or "

@@ -174,7 +174,8 @@ def check_same_cut(call: Call) -> None:
         raise DeductionError(
             f"{call.func}: operand {call.name_of(first_path)!r} is cut {a} between subgroups, "
             f"operand {name!r} {b}. Cut both alike: "
-            f"{name}.redistribute({str(bound.spec)!r}, top_sizes=...)."
+            f"{name}.redistribute({str(bound.spec.replace(top_ratio=first.spec.top_ratio))!r}, "
+            f"top_sizes={_sizes_like(first, bound)})."
         )
 
 
@@ -226,6 +227,15 @@ def _uses_dim(call: Call, dim: int, num_dims: int) -> bool:
         return bool(call.args[1][dim] not in (1, -1))
     dims = call.args[1] if isinstance(call.args[1], list | tuple) else [call.args[1]]
     return dim % num_dims in [d % num_dims for d in dims]
+
+
+def _sizes_like(first: BoundSpec, bound: BoundSpec) -> tuple[int, ...] | str:
+    """Return extents for ``bound`` in the proportion of ``first``'s, for a message."""
+    a, b = first.top_sizes or (), bound.top_sizes or ()
+    total, length = sum(a), sum(b)
+    if total and not any(size * length % total for size in a):
+        return tuple(size * length // total for size in a)
+    return "..."
 
 
 def _proportional(a: Sequence[int], b: Sequence[int]) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.errors import DeductionError
-from hdtensor.ops import foreach, record
+from hdtensor.ops import foreach, record, writes
 from hdtensor.ops.generate import compiled
 from hdtensor.ops.operand import make_call
 from hdtensor.ops.propagate import operands
@@ -179,10 +179,10 @@ def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return run if func in LOCAL_SPECIAL else _counted(run)
     if foreach.is_foreach(func):
         return foreach.make_run(func, args, kwargs)
-    if any(a.is_out for a in func._schema.arguments):
-        return _make_out_run(func)
+    if writes.is_out_variant(func):
+        return writes.make_out_run(func)
     _refuse_unrunnable(func)
-    return _deduced(func, args, kwargs)
+    return writes.make_in_place_run(func) or _deduced(func, args, kwargs)
 
 
 def _deduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -216,46 +216,6 @@ def _refuse_unrunnable(func: Any) -> None:
             f"{func}: this random operator has no counter-based form, and shards would draw unlike values. "
             f"Draw on a whole plain tensor, then distribute_tensor(t, spec)."
         )
-
-
-def _make_out_run(func: Any) -> Any:
-    """Run an out variant: the functional operator, then a copy into ``out`` laid out alike."""
-    names = [a.name for a in func._schema.arguments if a.is_out]
-    functional = _functional_of(func)
-
-    def run(*args_and_kwargs: Any) -> Any:
-        *args, kwargs = args_and_kwargs
-        outs = [kwargs[name] for name in names]
-        rest = {k: v for k, v in kwargs.items() if k not in names}
-        results = dispatch(functional, (), tuple(args), rest)
-        for out, result in zip(outs, results if len(outs) > 1 else (results,), strict=True):
-            _copy_into(func, out, result)
-        return outs[0] if len(outs) == 1 else tuple(outs)
-
-    return run
-
-
-def _functional_of(func: Any) -> Any:
-    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
-    packet = getattr(torch.ops.aten, func._schema.name.split("::")[1])
-    for name in packet.overloads():
-        other = getattr(packet, name)
-        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
-            return other
-    raise DeductionError(
-        f"{func}: no functional form of this out variant exists; call without out=."
-    )
-
-
-def _copy_into(func: Any, out: Any, result: Any) -> None:
-    if not is_hdtensor(out):
-        raise DeductionError(
-            f"{func}: out is a plain tensor of shape {tuple(out.shape)}; give an HDTensor laid out as "
-            f"{result._spec}."
-        )
-    if out.shape != result.shape or out._spec.spec is not result._spec.spec:
-        raise DeductionError(f"{func}: out is {out._spec}, but the result is {result._spec}.")
-    out._local_tensor.copy_(result._local_tensor)
 
 
 set_dispatch(_deduced, _call)

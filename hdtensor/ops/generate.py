@@ -13,7 +13,7 @@ from hdtensor._torch_compat import (
     local_binding,
     new_wrapper,
 )
-from hdtensor.ops.binding import Binding
+from hdtensor.ops.binding import LAZY, Binding
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.calls import RESHAPES
 from hdtensor.ops.propagate import Path
@@ -164,6 +164,8 @@ def _local_op(binding: Binding) -> Any:
         return functools.partial(_identity, binding.outs[0])  # type: ignore[arg-type]
     if _gives_nothing(binding):
         return functools.partial(_nothing, binding)
+    if binding.op in LAZY:
+        return LAZY[binding.op]
     found = _bindings().get(id(binding.op))
     return binding.op if found is None else found
 

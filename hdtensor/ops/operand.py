@@ -42,8 +42,11 @@ def make_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 def _refuse_plain(
     func: Any, args: Any, kwargs: Any, path: Any, value: torch.Tensor, like: BoundSpec
 ) -> DeductionError:
-    others = [f"{p}: {v._spec}" for p, v in operands(args, kwargs) if is_hdtensor(v)]
-    name = Call(func, (), {}, frozenset()).name_of(path)
+    called = Call(func, (), {}, frozenset())
+    name = called.name_of(path)
+    others = [
+        f"{called.name_of(p)}: {v._spec}" for p, v in operands(args, kwargs) if is_hdtensor(v)
+    ]
     if isinstance(value, DTensor):
         return DeductionError(
             f"{func}: operand {name!r} is a DTensor of shape {tuple(value.shape)} beside HDTensors "

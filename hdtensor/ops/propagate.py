@@ -200,10 +200,11 @@ def _by_rows(
     num_in = len(specs)
     num_out = len(rows[0]) - num_in
     num_axes = len(specs[0][1].placements)
+    written = [_is_written(func, path) for path, _ in specs]
     chosen = []
     for axis in range(num_axes):
         have = [s.placements[axis] for _, s in specs]
-        chosen.append(min(rows, key=lambda row: _price(have, row[num_out:])))
+        chosen.append(min(rows, key=lambda row: _price(have, row[num_out:], written)))
     outs = tuple(tuple(row[k] for row in chosen) for k in range(num_out))
     inputs = {}
     for k, (path, spec) in enumerate(specs):
@@ -213,11 +214,18 @@ def _by_rows(
     return TierResult(outs, inputs, func, {})
 
 
-def _price(have: list[Placement], want: tuple[Placement, ...]) -> int:
-    """Count conversions: one from ``Replicate`` is local and nearly free."""
+def _is_written(func: Any, path: Path) -> bool:
+    """Whether the operator writes into this operand, whose layout must stay then."""
+    arguments = func._schema.arguments
+    info = arguments[path[0]].alias_info if isinstance(path[0], int) else None
+    return info is not None and info.is_write
+
+
+def _price(have: list[Placement], want: tuple[Placement, ...], written: list[bool]) -> int:
+    """Count conversions: one from ``Replicate`` is local and nearly free, one of a written operand is refused."""
     return sum(
-        0 if a == b else 1 if isinstance(a, Replicate) else 16
-        for a, b in zip(have, want, strict=True)
+        0 if a == b else 1000 if is_written else 1 if isinstance(a, Replicate) else 16
+        for a, b, is_written in zip(have, want, written, strict=True)
     )
 
 

@@ -70,6 +70,21 @@ def parse_spec(text: str) -> HDSpec:
     return HDSpec(subgroups, parse_placement(match["placement"].strip()), parts)
 
 
+def as_spec(spec: HDSpec | str) -> HDSpec:
+    """Return a spec given as one or as its short text.
+
+    Raises:
+        SpecError: On anything else.
+    """
+    if isinstance(spec, HDSpec):
+        return spec
+    if isinstance(spec, str):
+        return parse_spec(spec)
+    raise SpecError(
+        f"a spec is an HDSpec or its short text, got {spec!r} of type {type(spec).__name__}."
+    )
+
+
 def parse_subgroup(text: str) -> Subgroup:
     """Parse ``0-3(2x2):S0,R``.
 

@@ -8,12 +8,13 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from torch.distributed.tensor import Replicate, Shard
 
+from hdtensor.errors import PlanError
 from hdtensor.placements import HDSpec, Subgroup
 from hdtensor.plan import cuts
 from hdtensor.plan.cuts import check_heads, one_placement, replicated_kv
 from hdtensor.plan.expanded import ExpandedPlan, RedistributePoint
 from hdtensor.plan.model import ModelDescription
-from hdtensor.plan.patterns import LLAMA_PATTERNS, Pattern, Role
+from hdtensor.plan.patterns import LLAMA_PATTERNS, VOCAB_PARALLEL, Pattern, Role
 from hdtensor.plan.sites import Site, Use, find_uses, layer_sites, stages_at
 from hdtensor.plan.stages import Pipeline
 from hdtensor.plan.validate import check_executable
@@ -41,6 +42,7 @@ def expand_strategy(
         PlanError: If the pipelines do not fit the model.
     """
     check_executable(pipelines)
+    _check_patterns(patterns, model)
     uses = find_uses(pipelines, model, (*patterns, *LLAMA_PATTERNS))
     check_heads(pipelines, model, uses)
     by_parameter: dict[str, list[Use]] = {}
@@ -61,6 +63,17 @@ def expand_strategy(
         replicated_kv=replicated_kv(pipelines, model, uses),
         unmatched=tuple(name for name in tensors if name not in matched),
     )
+
+
+def _check_patterns(patterns: Sequence[Pattern], model: ModelDescription) -> None:
+    """Raise on a rule of the user that names nothing: it is a typing error, and would cut nothing."""
+    names = [name for name, _, _ in model.parameters]
+    for index, pattern in enumerate(patterns):
+        if pattern not in VOCAB_PARALLEL and not any(map(pattern.matches, names)):
+            raise PlanError(
+                f"patterns[{index}]: {pattern.glob!r} names none of the model's {len(names)} parameters. "
+                f"Names look like {', '.join(map(repr, names[:3]))}."
+            )
 
 
 def activation_spec(pipelines: Sequence[Pipeline], site: Site) -> HDSpec:

@@ -30,8 +30,8 @@ _MAX_CELLS = 4
 
 
 def explain(
-    src: RedistributePlan | HDSpec,
-    dst: HDSpec | None = None,
+    src: RedistributePlan | HDSpec | str,
+    dst: HDSpec | str | None = None,
     shape: Sequence[int] | None = None,
     *,
     src_top_sizes: Sequence[int] | None = None,

@@ -13,6 +13,7 @@ from hdtensor.errors import RedistributeError
 from hdtensor.placements import HDSpec, Subgroup, block_shape, check_top_sizes
 from hdtensor.placements.checks import is_cut, ranks_text, shard_dim
 from hdtensor.placements.layout import normalize_dim
+from hdtensor.placements.text import as_spec
 from hdtensor.redistribute.bottom import bottom_steps
 from hdtensor.redistribute.steps import Layout, LocalStep, RedistributePlan, Step
 from hdtensor.redistribute.top import is_within, top_steps
@@ -41,8 +42,8 @@ ROUTES = (
 
 
 def resolve(
-    src: HDSpec,
-    dst: HDSpec,
+    src: HDSpec | str,
+    dst: HDSpec | str,
     shape: Sequence[int],
     *,
     src_top_sizes: Sequence[int] | None = None,
@@ -66,8 +67,8 @@ def resolve(
     Subgroups may come in another order: under a top Shard they are gathered first.
 
     Args:
-        src: Spec before.
-        dst: Spec after.
+        src: Spec before, or its short text.
+        dst: Spec after, or its short text.
         shape: Global shape.
         src_top_sizes: Exact extents of the blocks before; default the spec's own.
         dst_top_sizes: Exact extents of the blocks after; default the spec's own.
@@ -76,7 +77,7 @@ def resolve(
         RedistributeError: If the subgroups of the two specs do not have the same ranks.
         SpecError: If a spec does not fit the shape, or extents do not add up.
     """
-    shape = tuple(shape)
+    src, dst, shape = as_spec(src), as_spec(dst), tuple(shape)
     return _resolve(
         src,
         dst,

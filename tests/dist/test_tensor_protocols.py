@@ -234,6 +234,35 @@ def test_reading_values():
     run_world(_check_reads, WORLD_SIZE)
 
 
+def _check_squeeze(rank):
+    # A block of one row is not a dim of length 1.
+    for shape, spec in [
+        ((1, 4, 1), "S1[3:3:2] / 0:P 1:S1 2:S1"),
+        ((2, 4, 1), "S0 / 0,1:S1 2:R"),
+        ((3, 4, 1), "S0[2:1] / 0-2:S0 3:S1"),
+        ((4, 4), "R / 0-3:S0"),
+    ]:
+        full = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+        for squeeze in (
+            torch.squeeze,
+            lambda t: t.squeeze(0),
+            lambda t: t.squeeze(1),
+            lambda t: t.squeeze(-1),
+            lambda t: t.squeeze((0, -1)),
+            lambda t: t.clone().squeeze_(),
+            lambda t: t.clone().squeeze_(-1),
+        ):
+            got, want = squeeze(make(full, spec)), squeeze(full)
+            assert got.shape == want.shape
+            assert got.to_local().shape == got._spec.local_shape()
+            assert torch.equal(got.full_tensor(), want), (shape, spec)
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_squeeze_looks_at_the_whole_tensor():
+    run_world(_check_squeeze, WORLD_SIZE)
+
+
 def _check_memory(rank):
     x = make()
     assert f"{make(torch.tensor(2.0), 'R / 0-3:R'):.3f}" == "2.000"

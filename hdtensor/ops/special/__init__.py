@@ -19,6 +19,7 @@ from hdtensor.ops.special import (
     scalars,
     scatters,
     solvers,
+    squeezes,
 )
 
 
@@ -41,4 +42,5 @@ __all__ = [
     "scalars",
     "scatters",
     "solvers",
+    "squeezes",
 ]

@@ -49,20 +49,25 @@ def _race(weights: Any, kw: Any) -> Any:
     return call(aten.div.Tensor, weights, times)
 
 
-@special(aten.rrelu_with_noise.default)
+@special(aten.rrelu_with_noise.default, aten.rrelu_with_noise_.default)
 def _rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Scale each negative element by its own slope, and keep the slopes in ``noise``."""
+
+    in_place = func is aten.rrelu_with_noise_.default
 
     def run(x: Any, noise: Any, *rest: Any) -> Any:
         given = rest[:-1]
         defaults: tuple[Any, ...] = (1 / 8, 1 / 3, False, None)
         lower, upper, training, generator = (*given, *defaults[len(given) :])
         if not training:
-            return call(aten.leaky_relu.default, x, (lower + upper) / 2)
+            return finish(x, call(aten.leaky_relu.default, x, (lower + upper) / 2))
         slopes = call(aten.empty_like.default, x)
         call(aten.uniform_.default, slopes, lower, upper, generator=generator)
         kept = call(aten.masked_fill.Scalar, slopes, call(aten.gt.Scalar, x, 0), 1.0)
         call(aten.copy_.default, noise, kept)
-        return call(aten.mul.Tensor, x, noise)
+        return finish(x, call(aten.mul.Tensor, x, noise))
+
+    def finish(x: Any, result: Any) -> Any:
+        return call(aten.copy_.default, x, result) if in_place else result
 
     return run

@@ -1,7 +1,7 @@
-"""Writing a constant into a tensor whose reduction is pending: the terms must add up to it.
+"""Constants in a tensor whose reduction is pending: the terms must add up to them.
 
 DTensor writes the value on every rank, so that ``1 - x`` (``empty_like``, ``fill_``, ``sub_``) counts it once a rank.
-Here an empty tensor is never pending, and a fill keeps the value in one term.
+Here an empty tensor is never pending, a fill keeps the value in one term, and one term alone is added to.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = args[0]._spec
     if not bound.spec.has_partial():
         return None
-    if is_hdtensor(args[1]) and args[1]._spec.spec.has_partial():
+    value = args[1]._spec if is_hdtensor(args[1]) else None
+    if "norm" in _reductions(bound) or (value is not None and value.spec.has_partial()):
+        shown = bound if value is None else value
         raise DeductionError(
-            f"{func}: the value's reduction is pending ({args[1]._spec}). Redistribute it to Replicate() first."
+            f"{func}: a value cannot be kept in a term of {bound} ({shown} is pending). Redistribute to "
+            f"Replicate() first."
         )
     check_writable(func, "self", bound)
     neutral = _neutral_here(bound)
@@ -59,6 +62,35 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return x
 
     return run
+
+
+@special(aten.add_.Scalar, aten.add_.Tensor, aten.sub_.Scalar, aten.sub_.Tensor)
+def _add_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Add to the first term of a sum, and to every term of another reduction; the layout stays (``mean().add_(eps)``)."""
+    bound = args[0]._spec if is_hdtensor(args[0]) else None
+    if bound is None or not bound.spec.has_partial() or isinstance(args[1], torch.Tensor):
+        return None
+    if not _reductions(bound) <= {"sum", "avg", "max", "min"}:
+        return None
+    check_writable(func, "self", bound)
+    skips = bound.index is None or _neutral_here(bound) is not None
+
+    def run(x: Any, *rest: Any) -> Any:
+        if not skips:
+            func(x._local_tensor, *rest[:-1], **(rest[-1] or {}))
+        return x
+
+    return run
+
+
+def _reductions(bound: BoundSpec) -> set[str]:
+    """Return which reductions are pending; a p-norm's placement calls itself a sum."""
+    pending = (bound.spec.top, *(p for g in bound.spec.subgroups for p in g.placements))
+    return {
+        "norm" if getattr(p, "norm_type", None) is not None else p.reduce_op
+        for p in pending
+        if isinstance(p, Partial)
+    }
 
 
 def _neutral_here(bound: BoundSpec) -> int | None:

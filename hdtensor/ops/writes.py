@@ -1,0 +1,110 @@
+"""Operators that write into an operand and have no rule of their own: the functional operator, then a copy.
+
+That is every ``out=`` variant, and the in-place operators that DTensor has no rule for (``tril_``, ``cumprod_``). The
+operand keeps its layout: the result is brought to it inside the subgroups, as any implicit conversion, or refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hdtensor.errors import DeductionError
+from hdtensor.ops.binding import check_writable
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.propagate import PROPAGATOR, ROW_RULES
+from hdtensor.ops.registry import call, is_hdtensor
+
+
+def is_out_variant(func: Any) -> bool:
+    """Return whether the operator writes to an ``out=`` argument."""
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def make_out_run(func: Any) -> Any:
+    """Return the function that runs an out variant.
+
+    Raises:
+        DeductionError: If the operator has no functional form.
+    """
+    names = [a.name for a in func._schema.arguments if a.is_out]
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    functional = _overload(func, func._schema.name, wanted)
+    if functional is None:
+        raise DeductionError(
+            f"{func}: no functional form of this out variant exists; call without out=."
+        )
+
+    def run(*args_and_kwargs: Any) -> Any:
+        *args, kwargs = args_and_kwargs
+        outs = [kwargs[name] for name in names]
+        rest = {k: v for k, v in kwargs.items() if k not in names}
+        results = call(functional, *args, **rest)
+        for out, result in zip(outs, results if len(outs) > 1 else (results,), strict=True):
+            is_list = isinstance(out, list | tuple)
+            for one, value in zip(out, result, strict=True) if is_list else [(out, result)]:
+                copy_into(func, one, value)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    return run
+
+
+def make_in_place_run(func: Any) -> Any | None:
+    """Return the function that runs an in-place operator without a rule by its functional form; None for any other."""
+    schema = func._schema
+    if not (schema.is_mutable and schema.name.endswith("_")) or schema.name.endswith("__"):
+        return None
+    if PROPAGATOR.has_rule(func) or func in ROW_RULES:
+        return None
+    wanted = [(a.name, str(a.type)) for a in schema.arguments]
+    functional = _overload(func, schema.name[:-1], wanted)
+    if functional is None:
+        return None
+
+    def run(x: Any, *rest: Any) -> Any:
+        copy_into(func, x, call(functional, x, *rest[:-1], **(rest[-1] or {})))
+        return x
+
+    return run
+
+
+def _overload(func: Any, name: str, arguments: list[tuple[str, str]]) -> Any | None:
+    """Return the overload of another operator with these arguments."""
+    namespace, _, name = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        other = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in other._schema.arguments] == arguments:
+            return other
+    return None
+
+
+def copy_into(func: Any, out: Any, result: Any) -> None:
+    """Copy a result into a tensor that keeps its layout.
+
+    Raises:
+        DeductionError: If the shapes differ, or the result would have to move between subgroups.
+    """
+    if not is_hdtensor(out):
+        raise DeductionError(
+            f"{func}: out is a plain tensor of shape {tuple(out.shape)}; give an HDTensor laid out as "
+            f"{result._spec}."
+        )
+    check_writable(func, "out", out._spec)
+    into, have = out._spec, result._spec
+    if out.shape != result.shape or not _is_near(into, have):
+        raise DeductionError(f"{func}: out is {into}, but the result is {have}.")
+    if into.spec is not have.spec:
+        result = torch.ops.hdtensor.redistribute(result, into.spec.id, into.top_sizes)
+    out._local_tensor.copy_(result._local_tensor)
+
+
+def _is_near(into: BoundSpec, have: BoundSpec) -> bool:
+    """Whether a result fits as it is, or after a conversion inside the subgroups."""
+    if into.top_sizes != have.top_sizes:
+        return False
+    if into.spec is have.spec:
+        return True
+    meshes = [[(g.ranks, g.mesh_shape) for g in b.spec.subgroups] for b in (into, have)]
+    return into.spec.top == have.spec.top and meshes[0] == meshes[1] and not into.spec.has_partial()
