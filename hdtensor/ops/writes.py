@@ -45,6 +45,8 @@ def make_out_run(func: Any) -> Any:
             is_list = isinstance(out, list | tuple)
             for one, value in zip(out, result, strict=True) if is_list else [(out, result)]:
                 copy_into(func, one, value)
+        if not func._schema.returns:
+            return None
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     return run
@@ -57,6 +59,12 @@ def make_in_place_run(func: Any) -> Any | None:
         return None
     if PROPAGATOR.has_rule(func) or func in ROW_RULES:
         return None
+    return functional_then_copy(func)
+
+
+def functional_then_copy(func: Any) -> Any | None:
+    """Return the function that runs an in-place operator by its functional form, None if it has none."""
+    schema = func._schema
     wanted = [(a.name, str(a.type)) for a in schema.arguments]
     functional = _overload(func, schema.name[:-1], wanted)
     if functional is None:

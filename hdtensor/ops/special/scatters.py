@@ -14,6 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import DTensorSpec
 from hdtensor.ops.propagate import row_rule
+from hdtensor.ops.registry import special
+from hdtensor.ops.writes import functional_then_copy
 
 
 aten = torch.ops.aten
@@ -45,21 +47,16 @@ def _gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
 
 @row_rule(
     aten.scatter.src,
-    aten.scatter_.src,
     aten.scatter.value,
-    aten.scatter_.value,
     aten.scatter.reduce,
-    aten.scatter_.reduce,
     aten.scatter.value_reduce,
-    aten.scatter_.value_reduce,
     aten.scatter_reduce.two,
-    aten.scatter_reduce_.two,
 )
 def _scatter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
     return _rows(args[1], [a for a in (args[0], *args[2:]) if isinstance(a, DTensorSpec)])
 
 
-@row_rule(aten.scatter_add.default, aten.scatter_add_.default)
+@row_rule(aten.scatter_add.default)
 def _scatter_add(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
     """Terms may be pending, and may lie on several ranks: what they add up to is pending then."""
     into, dim, index, source = args[:4]
@@ -69,3 +66,15 @@ def _scatter_add(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
         along = dim % len(index.shape)
         rows.append((Partial(), Partial(), Shard(along), Shard(along)))
     return rows
+
+
+@special(
+    aten.scatter_.src,
+    aten.scatter_.value,
+    aten.scatter_.reduce,
+    aten.scatter_.value_reduce,
+    aten.scatter_add_.default,
+    aten.scatter_reduce_.two,
+)
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return functional_then_copy(func)

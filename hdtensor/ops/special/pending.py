@@ -1,7 +1,8 @@
-"""Constants in a tensor whose reduction is pending: the terms must add up to them.
+"""Tensors whose reduction is pending: copies, constants and bits.
 
-DTensor writes the value on every rank, so that ``1 - x`` (``empty_like``, ``fill_``, ``sub_``) counts it once a rank.
-Here an empty tensor is never pending, a fill keeps the value in one term, and one term alone is added to.
+DTensor writes a constant on every rank, so that ``1 - x`` (``empty_like``, ``fill_``, ``sub_``) counts it once a rank. Here
+an empty tensor is never pending, a fill keeps the value in one term, and one term alone is added to. A clone stays pending,
+which DTensor reduces; the bits of a term are no term of the bits, which DTensor overlooks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate
 from hdtensor.errors import DeductionError
 from hdtensor.ops.binding import check_writable
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.registry import deduced, is_hdtensor, special, wrap
+from hdtensor.ops.registry import call, deduced, is_hdtensor, special, wrap
 
 
 aten = torch.ops.aten
@@ -29,12 +30,52 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     bound = args[0]._spec
     if not bound.spec.has_partial():
         return None
-    whole = bound.spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)
-    if isinstance(whole.top, Partial):
-        whole = whole.replace(top=Replicate())
-    like = BoundSpec.of(whole, bound.shape, bound.stride, bound.dtype, bound.top_sizes)
+    like = _without_reductions(bound)
     run = deduced(func, (wrap(args[0]._local_tensor, like),), kwargs)
     return lambda x, kw: run(wrap(x._local_tensor, like), kw)
+
+
+@special(aten.clone.default, is_local=True)
+def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy the terms; autograd clones gradients, which are pending where data is split."""
+    bound = args[0]._spec
+    if not bound.spec.has_partial():
+        return None
+    like = _without_reductions(bound)
+    run = deduced(func, (wrap(args[0]._local_tensor, like),), kwargs)
+
+    def run_on_terms(x: Any, kw: Any) -> Any:
+        out = run(wrap(x._local_tensor, like), kw)
+        own = BoundSpec.of(bound.spec, out.shape, out._spec.stride, out.dtype, bound.top_sizes)
+        return wrap(out._local_tensor, own)
+
+    return run_on_terms
+
+
+@special(aten.view.dtype)
+def _bits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bound = args[0]._spec
+    if not bound.spec.has_partial():
+        return None
+    whole = _without_reductions(bound).spec
+    if whole.top != bound.spec.top:
+        raise DeductionError(
+            f"{func}: the bits of a sum are no sum of bits, and the top tier's reduction is pending ({bound}). Insert: "
+            f"x = x.redistribute({str(whole)!r})."
+        )
+
+    def run(x: Any, *rest: Any) -> Any:
+        reduced = torch.ops.hdtensor.redistribute(x, whole.id, bound.top_sizes)
+        return call(func, reduced, *rest[:-1])
+
+    return run
+
+
+def _without_reductions(bound: BoundSpec) -> BoundSpec:
+    spec = bound.spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)
+    if isinstance(spec.top, Partial):
+        spec = spec.replace(top=Replicate())
+    return BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, bound.top_sizes)
 
 
 @special(aten.fill_.Scalar, aten.fill_.Tensor)

@@ -1,0 +1,176 @@
+"""Kinds of faults that PyTorch's operator database brought to light, each in a few lines beside plain torch.
+
+A function below takes ``place(tensor, spec)``, which distributes on the ranks and returns the tensor itself in the oracle.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hdtensor
+from hdtensor import HDTensor
+from tests.support.world import run_world
+
+
+TWO = "S0[2:1] / 0,1:S1 2:R"
+
+
+def _draw(*shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(*shape, generator=generator, dtype=dtype)
+
+
+def fill_of_a_pending_sum(place):
+    """``1 - x`` in C++ is ``empty_like(x).fill_(1).sub_(x)``; the fill counted once a rank."""
+    x = place(_draw(4, 3), "P / 0,1:P 2:R")
+    return [torch.full_like(x, 2.0), x.clone().fill_(3.0), x.clone().zero_()]
+
+
+def copies_and_bits_of_a_pending_sum(place):
+    x = place(_draw(4, 3), "R / 0,1:P")
+    return [place(_draw(4, 3), "P / 0,1:P 2:R").clone(), x.view(torch.int32)]
+
+
+def gradient_through_a_reciprocal_of_a_pending_sum(place):
+    y = place(_draw(4).abs().add(1).requires_grad_(), "R / 0,1:P")
+    torch.addcdiv(torch.zeros(()), place(torch.ones(4), "R / 0,1:R"), y).sum().backward()
+    return [y.grad]
+
+
+def number_added_in_place_to_a_pending_mean(place):
+    """As ``rms_norm`` does."""
+    return [place(_draw(5, 4), TWO).mean(0).add_(0.5), place(_draw(5, 4), TWO).amax(0).sub_(0.5)]
+
+
+def gather_and_scatter_with_a_shorter_index(place):
+    """Row i of the index stands for row i of the tensor, also where another rank has that row."""
+    x, index = place(_draw(10, 5), "R / 0,1:S0"), place(_index(6, 5), "R / 0,1:S0")
+    source = place(_draw(6, 5), "R / 0,1:S0")
+    return [x.gather(1, index), x.scatter(1, index, source), x.scatter_add(1, index, source)]
+
+
+def _index(*shape):
+    return torch.arange(torch.Size(shape).numel()).reshape(shape) * 3 % 5
+
+
+def pooling_backward_without_a_batch(place):
+    """The second dim of (C, H, W) is no channel."""
+    x = place(_draw(8, 4, 3).requires_grad_(), TWO)
+    weight = _draw(8, 2, 3)
+    (F.adaptive_avg_pool2d(x, (2, 3)) * place(weight, "R / 0,1:R 2:R")).sum().backward()
+    return [x.grad]
+
+
+def sizes_among_the_arguments_of_a_backward(place):
+    x = place(_draw(5, 2, 4, 4).requires_grad_(), TWO)
+    grown = F.interpolate(x, scale_factor=2, mode="bilinear", antialias=True)
+    (F.group_norm(x, 1).square().sum() + grown.square().sum()).backward()
+    return [x.grad]
+
+
+def reductions_over_an_empty_list_of_dims(place):
+    x = place(_draw(4, 3), "R / 0,1:S0")
+    return [x.sum([], keepdim=True), x.amax([]), x.var([])]
+
+
+def keepdim_by_position(place):
+    return [torch.logsumexp(place(_draw(3, 5), "R / 0,1:S1"), [0], True)]
+
+
+def solvers_that_broadcast_their_batches(place):
+    a = torch.eye(3) * 4 + _draw(4, 3, 3) / 4
+    left, right = place(a, "R / 0,1:S0"), place(_draw(3, 2), "R / 0,1:S0")
+    return [torch.linalg.solve(left, right), torch.linalg.solve(place(a[0], "R / 0,1:S0"), right)]
+
+
+def views_of_nothing(place):
+    """DTensor's rule loops for ever on a dim of length 0."""
+    x = place(_draw(5, 5, 0), TWO)
+    return [x.reshape(25, 0), x.reshape(0), (x.reshape(5, 0, 5) + 1).reshape(0, 25)]
+
+
+def blocks_without_elements(place):
+    """One channel, which the second subgroup has."""
+    x = place(_draw(3, 1, 4), "S1[2:1] / 0,1:R 2:R")
+    return [F.batch_norm(x, None, None, training=True)]
+
+
+def statistics_that_are_empty_in_evaluation(place):
+    x, channel = place(_draw(3, 2, 4), "R / 0,1:S1"), place(torch.ones(2), "R / 0,1:S0")
+    outs = torch.ops.aten.native_batch_norm(x, None, None, channel, channel, False, 0.1, 1e-5)
+    return list(outs)
+
+
+def operators_that_write_to_one_operand_and_return_others(place):
+    x, mean = place(_draw(6, 2), "R / 0,1:S1"), place(torch.zeros(2), "R / 0,1:S0")
+    var = place(torch.ones(2), "R / 0,1:S0")
+    out, *_ = torch.ops.aten._native_batch_norm_legit(x, None, None, mean, var, True, 0.1, 1e-5)
+    return [out, mean, var]
+
+
+def conjugates_that_are_only_a_bit_on_the_tensor(place):
+    x = place(_draw(4, 3, dtype=torch.complex64), TWO)
+    return [x.conj(), x.conj() * 2, torch.view_as_real(x.conj().resolve_conj())]
+
+
+def out_variants_that_return_lists(place):
+    x = place(_draw(4, 3), "R / 0,1:S1")
+    outs = [torch.empty_like(x.select(0, i)) for i in range(4)]
+    torch.unbind_copy(x, 0, out=outs)
+    return outs
+
+
+def in_place_operators_without_a_rule(place):
+    x = place(_draw(4, 4), "R / 0,1:S0")
+    return [
+        x.clone().tril_(),
+        x.clone().cumprod_(1),
+        x.clone().scatter_(1, place(_index(3, 4) % 4, "R / 0,1:R"), 7.0),
+    ]
+
+
+def norm_of_a_scalar_over_its_dim(place):
+    return [torch.linalg.vector_norm(place(torch.tensor(-2.0), "R / 0,1:R"), 2, 0)]
+
+
+FAULTS = [
+    fill_of_a_pending_sum,
+    copies_and_bits_of_a_pending_sum,
+    gradient_through_a_reciprocal_of_a_pending_sum,
+    number_added_in_place_to_a_pending_mean,
+    gather_and_scatter_with_a_shorter_index,
+    pooling_backward_without_a_batch,
+    sizes_among_the_arguments_of_a_backward,
+    reductions_over_an_empty_list_of_dims,
+    keepdim_by_position,
+    solvers_that_broadcast_their_batches,
+    views_of_nothing,
+    blocks_without_elements,
+    statistics_that_are_empty_in_evaluation,
+    operators_that_write_to_one_operand_and_return_others,
+    conjugates_that_are_only_a_bit_on_the_tensor,
+    out_variants_that_return_lists,
+    in_place_operators_without_a_rule,
+    norm_of_a_scalar_over_its_dim,
+]
+
+
+def _distribute(tensor, spec):
+    return hdtensor.distribute_tensor(tensor, spec, src_data_rank=None)
+
+
+def _check(rank, name):
+    fault = globals()[name]
+    wanted = fault(lambda tensor, spec: tensor)
+
+    got = fault(_distribute)
+
+    assert all(isinstance(tensor, HDTensor) for tensor in got)
+    for number, (g, w) in enumerate(zip([g.full_tensor() for g in got], wanted, strict=True)):
+        torch.testing.assert_close(g, w, msg=lambda text, n=number: f"result {n}: {text}")
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_equals_one_device(fault):
+    run_world(_check, 4, fault.__name__)
