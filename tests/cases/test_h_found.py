@@ -46,7 +46,7 @@ def _check_losses(rank):
 
 
 def _compare_losses():
-    ways = [((8, 4), CUTS[:3:2]), ((7, 3), CUTS)]  # divided by the mesh, and not
+    ways = [((8, 4), CUTS[:1]), ((7, 3), CUTS[1:])]  # divided by the mesh, and not
     for (shape, cuts), (loss, to_target) in itertools.product(ways, LOSSES.items()):
         x, y = torch.randn(2, *shape, dtype=torch.float64)
         y = to_target(y)
