@@ -35,8 +35,8 @@ class Leaf:
 
     def accepts(self, bound: BoundSpec | None) -> bool:
         """Whether the gradient comes in the layout that other layouts of the inputs gave."""
-        if bound is None:
-            return True
+        if bound is None:  # none was recorded: right without autograd, or for a frozen parameter
+            return not (torch.is_grad_enabled() and self.parameter.requires_grad)
         if self.grad_bound is None:
             self.grad_bound = bound
         return self.grad_bound is bound

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,6 +182,7 @@ def skip(
     layout: Layout,
     inputs: list[HDTensor],
     outs: tuple[BoundSpec | None, ...],
+    parameters: Sequence[torch.Tensor],
     note: Callable[[], None],
 ) -> Any:
     """Stand in for a module that this rank holds no part of.
@@ -190,13 +191,14 @@ def skip(
         layout: What is known of the module for these inputs.
         inputs: The ``HDTensor``s among its arguments.
         outs: Layout of each result, None for one that is None.
+        parameters: The module's; they are no inputs of the node.
         note: Called when backward passes the module.
     """
     for _ in range(layout.draws):
         draw_key()
     anchor = None
-    if layout.requires_grad and not any(x.requires_grad for x in inputs):
-        anchor = _anchor()  # only the parameters require grad, and they are no inputs
+    if not any(x.requires_grad for x in inputs) and any(p.requires_grad for p in parameters):
+        anchor = _anchor()
     if not layout.is_tuple:
         return _skip_node(outs, note, anchor, *inputs)
     held = tuple([out for out in outs if out is not None])

@@ -105,6 +105,7 @@ class Region:
         self.sync = sync
         self.layouts: dict[Any, Layout] = {}
         self.leaves: list[Leaf] | None = None
+        self._held = list(module.parameters())
         self._skips: list[int] | None = None
         self._hook_number = -1
         self._has_hooks = False
@@ -131,13 +132,15 @@ class Region:
             return self.forward(*args, **kwargs)
         if layout is None:
             layout = self._new_layout(key)
+        if layout.state == "running" and self._is_refrozen():
+            layout = self._start_anew(key)
         if layout.state == "running" or layout.state == "pruned":
             outs = layout.sizes.get(tuple([x._spec for x in inputs]))
             if outs is None:
                 outs = self._derive(layout, inputs)
             if outs is not None:
                 if layout.state == "pruned":
-                    return skip(layout, inputs, outs, self._note_skipped)
+                    return skip(layout, inputs, outs, self._held, self._note_skipped)
                 return self._run(layout, args, kwargs, outs)
         return self._learn(layout, args, kwargs, inputs)
 
@@ -150,6 +153,17 @@ class Region:
             self._hook_number = RemovableHandle.next_id
             self._has_hooks = has_hooks(self.module)
         return self._has_hooks
+
+    def _is_refrozen(self) -> bool:
+        """Whether a parameter was frozen or thawed since its gradient's layout was recorded."""
+        return any(
+            leaf.plain.requires_grad != leaf.parameter.requires_grad for leaf in self.leaves or ()
+        )
+
+    def _start_anew(self, key: Any) -> Layout:
+        self.layouts.clear()
+        self.leaves = None
+        return self._new_layout(key)
 
     def _note_skipped(self) -> None:
         if self._skips is None:
@@ -304,6 +318,12 @@ class Region:
             points.running.pop()
             for leaf in leaves:
                 leaf.take()
+        results = plain if layout.is_tuple else (plain,)
+        for k, out in enumerate(outs):
+            if out is not None and results[k].shape != out.local_shape():
+                # The sizes were derived, and this module makes something else of them.
+                layout.state = "failed"
+                return self.forward(*args, **kwargs)
         if not layout.is_tuple:
             return leave(plain, outs[0], layout.watched.get(("o", 0)))
         return tuple(

@@ -68,6 +68,24 @@ class Binding:
         self.op: Any = call.func
         if self.index is not None:
             self._bind_local(self.index)
+        self.watch = self._watch_others()
+
+    def _watch_others(self) -> Callable[[], None] | None:
+        """Return what reports a conversion inside another subgroup to torch's ``ExplicitRedistributionContext``.
+
+        So a context that forbids it raises on every rank, and none goes on alone. None without such a conversion.
+        """
+        if self.index is not None and self.decision.bottom_inputs[self.index]:
+            return None  # this rank's own conversion reports itself
+        for index, inputs in enumerate(self.decision.bottom_inputs):
+            for path, wanted in inputs.items():
+                bound = self.after_top.specs[path]
+                src = bound.sub(index)
+                dst = type(src)(src.mesh, wanted, src.tensor_meta)
+                ranks = list(bound.spec.subgroups[index].ranks)
+                text = f"implicit redistribution inside {ranks}: {bound} -> {wanted}"
+                return functools.partial(observe_conversion, src, dst, functools.partial(str, text))
+        return None
 
     def _out(self, k: int, spec: Any) -> BoundSpec | None:
         meta = self.metas[k] if k < len(self.metas) else None

@@ -66,11 +66,13 @@ def generate(binding: Binding, tensor_type: type, device: torch.device) -> Run:
         body = _pruned_body(binding, env, device)
     else:
         body = _local_body(binding, env)
+    if binding.watch is not None:
+        body = f"{_name(env, 'watch', binding.watch)}()\n    {body}"
     source = f"def run({', '.join([*names, 'kw'])}):\n    {body}\n"
     exec(compiled(source), env)
     run = env["run"]
     out = binding.outs[0] if binding.outs and not binding.is_multi else None
-    if binding.index is None and binding.mutated is None and out is not None:
+    if binding.index is None and binding.mutated is None and out and binding.watch is None:
         run.pruned = (empty_like_local(out.dtype, device), out)
     return run
 
@@ -189,8 +191,17 @@ def _needs_identity(binding: Binding) -> bool:
     placements = (out.spec.top, *out.spec.subgroups[binding.index].placements)
     if not any(isinstance(p, Partial) and p.reduce_op in ("max", "min") for p in placements):
         return False
-    locals_ = [b.local_shape() for p, b in binding.after_top.specs.items()]
-    return all(0 in shape for shape in locals_) and 0 not in out.local_shape()
+    if 0 in out.local_shape():
+        return False
+    converted = binding.decision.bottom_inputs[binding.index]
+    for path, bound in binding.after_top.specs.items():
+        if path in converted:  # what the kernel gets is the operand after its implicit conversion
+            groups = list(bound.spec.subgroups)
+            groups[binding.index] = groups[binding.index].with_placements(converted[path])
+            bound = bound.with_spec(bound.spec.replace(subgroups=tuple(groups)))
+        if 0 not in bound.local_shape():
+            return False
+    return True
 
 
 def _gives_nothing(binding: Binding) -> bool:

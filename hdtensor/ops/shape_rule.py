@@ -1,8 +1,8 @@
 """What a computation makes of its inputs' sizes, learnt from the sizes it was seen with.
 
 Every dim of a result is explained by the input dims that had the same length each time, or by a constant. Sizes are
-derived where all explanations that are left agree, and where every input dim that differs from the first time has
-differed before: a length that never changed may enter in a way that nothing has shown. Other sizes are observed.
+derived where all explanations that are left agree, and only between lengths that were seen: ``x[:5]`` is as long as
+``x`` until that is longer than 5, and beyond the seen ones nothing tells. Other sizes are observed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class ShapeRule:
 
     >>> rule = ShapeRule()
     >>> rule.observe([(2, 5), (5, 3)], [(2, 3)])
-    >>> rule.derive([(4, 5), (5, 3)]) is None  # the first length has not changed yet
+    >>> rule.derive([(4, 5), (5, 3)]) is None  # no such length was seen
     True
-    >>> rule.observe([(3, 5), (5, 3)], [(3, 3)])
+    >>> rule.observe([(6, 5), (5, 3)], [(6, 3)])
     >>> rule.derive([(4, 5), (5, 3)])
     [(4, 3)]
     """
 
-    __slots__ = ("_dims", "_first", "_varied", "is_usable")
+    __slots__ = ("_dims", "_first", "_seen", "is_usable")
 
     def __init__(self) -> None:
         self._first: tuple[Shape, ...] | None = None
-        self._varied: set[Explanation] = set()
+        self._seen: dict[Explanation, tuple[int, int]] = {}  # the least and the greatest length
         self._dims: list[list[set[Explanation]] | None] = []
         self.is_usable = True
 
@@ -47,7 +47,9 @@ class ShapeRule:
         if self._first is None:
             self._first, self._dims = tuple(inputs), dims
             return
-        self._varied |= set(self._changes(inputs))
+        for where, length in self._changes(inputs):
+            least, most = self._seen.get(where, (self._first[where[0]][where[1]],) * 2)
+            self._seen[where] = min(least, length), max(most, length)
         if len(dims) != len(self._dims):  # as many results as the split dim is long
             self.is_usable = False
             return
@@ -61,12 +63,12 @@ class ShapeRule:
 
     def derive(self, inputs: Sequence[Shape]) -> list[Shape | None] | None:
         """Return the results' shapes for other sizes, None where they must be observed."""
-        if (
-            self._first is None
-            or not self.is_usable
-            or not self._varied.issuperset(self._changes(inputs))
-        ):
+        if self._first is None or not self.is_usable:
             return None
+        for where, length in self._changes(inputs):
+            least, most = self._seen.get(where, (length + 1, length))
+            if not least <= length <= most:
+                return None
         outs: list[Shape | None] = []
         for dims in self._dims:
             if dims is None:
@@ -81,11 +83,11 @@ class ShapeRule:
             outs.append(tuple(shape))
         return outs
 
-    def _changes(self, inputs: Sequence[Shape]) -> list[Explanation]:
-        """Return the input dims that differ from the first time."""
+    def _changes(self, inputs: Sequence[Shape]) -> list[tuple[Explanation, int]]:
+        """Return the input dims that differ from the first time, with their lengths."""
         assert self._first is not None, "something was observed before"
         return [
-            (i, d)
+            ((i, d), length)
             for i, (now, first) in enumerate(zip(inputs, self._first, strict=True))
             if now != first
             for d, length in enumerate(now)

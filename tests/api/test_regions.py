@@ -269,3 +269,51 @@ def test_gradients_of_a_skipped_module_exist_until_they_are_cleared():
         assert module.up.weight.grad is None
         assert module.down.weight.grad is not None
     assert "pruned" in states(region)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_parameters_may_thaw(rank):
+    spec = hd.HDSpec.from_text("R / 0:R")
+    with hd.as_rank(rank):
+        module = distributed(Block(), spec)
+        region_of(module)
+        x = hd.distribute_tensor(torch.ones(4, 8), spec, src_data_rank=None)
+        module.requires_grad_(False)
+        for _ in range(3):
+            assert not module(x).requires_grad
+        module.requires_grad_(True)
+        for _ in range(4):
+            module(x).sum().backward()
+            assert all(p.grad is not None and p.grad.spec is p.spec for p in module.parameters())
+            module.zero_grad()
+        module.up.weight.requires_grad_(False)
+        for _ in range(4):
+            module(x).sum().backward()
+            assert module.up.weight.grad is None
+            assert module.down.weight.grad is not None
+            module.zero_grad()
+
+
+class FirstFive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return (x * self.weight)[:, :5]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5])
+@pytest.mark.parametrize("lengths", [(8, 8, 8, 9, 12, 3, 4, 10, 2), (3, 3, 3, 4, 9, 6, 7, 5, 20)])
+def test_sizes_beyond_the_seen_ones_are_not_guessed(rank, lengths):
+    spec = hd.HDSpec.from_text("R / 0,1:R")
+    with hd.as_rank(rank):
+        module = distributed(FirstFive(), spec)
+        region_of(module)
+        for length in lengths:
+            x = hd.distribute_tensor(torch.randn(2, length, 8), spec, src_data_rank=None)
+            y = module(x)
+            assert y.shape == (2, min(length, 5), 8)
+            y.sum().backward()
+            z = hd.distribute_tensor(torch.randn(2, length), spec, src_data_rank=None)[:, :5]
+            assert z.shape == (2, min(length, 5))
