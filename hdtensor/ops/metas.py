@@ -12,7 +12,7 @@ import torch
 
 from hdtensor._torch_compat import TensorMeta
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.calls import SHAPE_ARGS, Call, as_list
+from hdtensor.ops.calls import Call, as_list
 from hdtensor.ops.propagate import output_metas
 from hdtensor.ops.shape_rule import Shape, ShapeRule
 from hdtensor.placements.layout import contiguous_stride
@@ -20,6 +20,45 @@ from hdtensor.placements.layout import contiguous_stride
 
 #: Rules kept; past it the table starts anew.
 MAX_RULES = 16384
+
+aten = torch.ops.aten
+
+#: Operators beside the pointwise ones each of whose result's dims is some operand's dim or a constant, for all sizes. What
+#: lengths were seen proves nothing of others: ``x[:5]`` is as long as ``x`` until that is longer than 5.
+_DIM_BY_DIM = {
+    aten._fused_rms_norm.default,
+    aten._fused_rms_norm_backward.default,
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten._to_copy.default,
+    aten.addmm.default,
+    aten.alias.default,
+    aten.amax.default,
+    aten.amin.default,
+    aten.baddbmm.default,
+    aten.bmm.default,
+    aten.clone.default,
+    aten.cumsum.default,
+    aten.detach.default,
+    aten.embedding.default,
+    aten.embedding_dense_backward.default,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.mm.default,
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten.permute.default,
+    aten.select.int,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+}
 
 _rules: dict[Any, _MetaRule] = {}
 
@@ -86,10 +125,9 @@ def _observe(key: Any, inputs: list[Shape] | None, metas: Any) -> None:
 
 
 def _is_derivable(call: Call, bounds: list[BoundSpec]) -> bool:
-    """Whether shapes follow from the operands' alone: no shape among the arguments, nothing strided."""
-    return call.func not in SHAPE_ARGS and all(
-        b.stride == contiguous_stride(b.shape) for b in bounds
-    )
+    """Whether shapes follow from the operands' alone, dim by dim; nothing strided."""
+    is_plain = torch.Tag.pointwise in call.func.tags or call.func in _DIM_BY_DIM
+    return is_plain and all(b.stride == contiguous_stride(b.shape) for b in bounds)
 
 
 def _same_as_operands(call: Call, bounds: list[BoundSpec]) -> bool:

@@ -124,9 +124,14 @@ def propagate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TierR
     outs = answer.output_spec
     out_specs: tuple[Any, ...] = tuple(outs) if isinstance(outs, tuple | list) else (outs,)
     placements = tuple(None if s is None else s.placements for s in out_specs)
-    if answer.redistribute_schema is None:
-        return TierResult(placements, {}, func, {})
-    return _with_changes(func, args, kwargs, answer, placements)
+    result = TierResult(placements, {}, func, {})
+    if answer.redistribute_schema is not None:
+        result = _with_changes(func, args, kwargs, answer, placements)
+    # DTensor converts no keyword argument; its rules mean the tensors among them to be whole.
+    for path, spec in specs:
+        if isinstance(path[0], str) and not all(isinstance(p, Replicate) for p in spec.placements):
+            result.inputs[path] = (Replicate(),) * len(spec.placements)
+    return result
 
 
 #: Operators whose result has one dim more than their operands; their ``dim`` counts that one too.

@@ -126,9 +126,15 @@ def _shapes_given(
     return [tuple(m.shape) if isinstance(m, TensorMeta) else None for m in metas]
 
 
+#: What no result is: a placement cuts a dim that the result does not have.
+_NO_SHAPE: Shape = (-1,)
+
+
 def _shard(
     shape: Shape, placements: tuple[Placement, ...], mesh_shape: Shape, position: int
 ) -> Shape:
+    if any((checks.shard_dim(p) or 0) >= max(len(shape), 1) for p in placements):
+        return _NO_SHAPE
     group = Subgroup(range(torch.Size(mesh_shape).numel()), placements, mesh_shape)
     return local_shape(HDSpec([group]), tuple(shape), None, position)
 
@@ -137,5 +143,7 @@ def _block(call: Call, path: Any, shape: Shape, top: Placement, index: int) -> S
     dim = checks.shard_dim(top)
     if dim is None:
         return shape
+    if dim >= len(shape):
+        return _NO_SHAPE
     size = out_top_sizes(call, path, top, shape)[index]
     return (*shape[:dim], size, *shape[dim + 1 :])

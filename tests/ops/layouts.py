@@ -79,13 +79,29 @@ def _two_partial(tensor: torch.Tensor, first: torch.Tensor | None, draw: random.
     return _two(Partial() if tensor.is_floating_point() else R, R)
 
 
+def _one_mesh(tensor: torch.Tensor, first: torch.Tensor | None, draw: random.Random) -> HDSpec:
+    """Two mesh axes, which may cut one dim twice."""
+    dims = [draw.randrange(-1, tensor.ndim) for _ in range(2)]
+    placements = [R if dim < 0 else Shard(dim) for dim in dims]
+    return HDSpec([Subgroup(range(4), placements, (2, 2))])
+
+
+def _two_three(tensor: torch.Tensor, first: torch.Tensor | None, draw: random.Random) -> HDSpec:
+    """Three ranks beside one: most lengths divide by neither."""
+    spec = _two_any(tensor, first, draw)
+    bottom = spec.subgroups[0].placements
+    return HDSpec([Subgroup(range(3), bottom), Subgroup((3,), R)], spec.top, spec.top_ratio)
+
+
 LAYOUTS: dict[str, Layout] = {
     "whole": _whole,
     "one S0": _one_s0,
     "one any": _one_any,
+    "one mesh": _one_mesh,
     "one P": _one_partial,
     "two S0": _two_s0,
     "two any": _two_any,
+    "two three": _two_three,
     "two R": _two_r,
     "two P": _two_partial,
 }
