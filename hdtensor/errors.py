@@ -35,3 +35,11 @@ class GroupError(HDTensorError, RuntimeError):
 
 class DisagreementError(HDTensorError, RuntimeError):
     """Ranks called one collective function with arguments that do not fit together."""
+
+
+class TopologyError(HDTensorError, ValueError):
+    """A description of nodes and links is malformed, or does not cover the ranks that use it."""
+
+
+class SwitchError(HDTensorError, RuntimeError):
+    """A switch of plans did not come to its end; the message says what each rank holds now."""

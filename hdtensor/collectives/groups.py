@@ -36,6 +36,7 @@ class _Cache:
         self.known: set[Ranks] = {self.all_ranks}
         self.groups: dict[Ranks, dist.ProcessGroup] = {self.all_ranks: world}
         self.meshes: dict[tuple[Ranks, Ranks], DeviceMesh] = {}
+        self.reverse: dist.ProcessGroup | None = None
 
 
 _current: _Cache | None = None
@@ -97,6 +98,46 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     if group is None:
         raise GroupError(_missing_text(key, known=key in cache.known))
     return group
+
+
+def ensure_channels() -> None:
+    """Create what messages of backward passes use; every rank of the world calls it.
+
+    Backends with tags (gloo) need nothing. NCCL runs a communicator's messages in order, and gets a
+    second communicator of all ranks.
+
+    Raises:
+        GroupError: As ``ensure_groups``.
+    """
+    cache = _cache("create a channel")
+    if cache.reverse is None:
+        timeout = group_timeout(cache.world, _device_type())
+        has_tags = _device_type() == "cpu"
+        cache.reverse = cache.world if has_tags else dist.new_group(timeout=timeout)
+
+
+def message_channel(*, reverse: bool) -> tuple[dist.ProcessGroup, int]:
+    """Return the group and the tag of messages between pairs of ranks.
+
+    Args:
+        reverse: Whether they belong to a backward pass; ``ensure_channels`` must have been called.
+
+    Raises:
+        GroupError: Inside ``as_rank``, or without ``ensure_channels``.
+    """
+    cache = _cache("send messages")
+    if not reverse:
+        return cache.world, _FORWARD_TAG
+    if cache.reverse is None:
+        raise GroupError(
+            "there is no channel for messages of a backward pass. It is created by all ranks "
+            "together: call ensure_channels on every rank beforehand (redistribute does)."
+        )
+    return cache.reverse, _REVERSE_TAG
+
+
+#: Tags on backends that have them; others tell the channels apart by communicator.
+_FORWARD_TAG, _REVERSE_TAG = 0, 1
 
 
 def mesh_of(subgroup: Subgroup) -> DeviceMesh:

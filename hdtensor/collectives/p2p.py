@@ -1,18 +1,24 @@
-"""Point-to-point messages: at most one per ordered pair of ranks, all issued together."""
+"""Point-to-point messages: at most one per ordered pair of ranks, all issued together.
+
+Messages are issued in one order that all ranks share, sends and receives alike. So they match on
+transports that know no tags, and would not deadlock if each were to block until its peer arrives: the
+first message that is not yet done has both its ends waiting for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 
-from hdtensor.collectives.groups import group_of
+from hdtensor.collectives.groups import message_channel
 from hdtensor.collectives.split import as_bytes
 
 
 def exchange(sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
-    """Send and receive one buffer per peer over the default group; return when all are complete.
+    """Send and receive one buffer per peer; return when all are complete.
 
     A rank that names itself copies. Both sides must agree on which messages exist and on their sizes.
 
@@ -23,26 +29,60 @@ def exchange(sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
     Raises:
         GroupError: Inside ``as_rank``, or without a default process group.
     """
+    start(sends, recvs)()
+
+
+def start(
+    sends: Mapping[int, Tensor],
+    recvs: Mapping[int, Tensor],
+    *,
+    reverse: bool = False,
+    timeout: timedelta | None = None,
+) -> Callable[[], None]:
+    """Start all messages; the function returned waits for them.
+
+    Args:
+        sends: Global rank of the receiver -> contiguous buffer, not to be written before the wait.
+        recvs: Global rank of the sender -> contiguous buffer that is overwritten.
+        reverse: Whether these are messages of a backward pass, which have their own channel: forward
+            and backward messages of one pair may then pass each other.
+        timeout: How long to wait for each message; default the process group's.
+
+    Raises:
+        GroupError: Inside ``as_rank``, or without a default process group.
+    """
     if not sends and not recvs:
-        return
-    world = group_of(range(dist.get_world_size() if dist.is_initialized() else 1))
-    me = dist.get_rank()
+        return _nothing
+    group, tag = message_channel(reverse=reverse)
+    me, world = dist.get_rank(), dist.get_world_size()
     if me in sends:
         recvs[me].copy_(sends[me])
-    # Receives first and peers in order: any backend can then match the messages of a pair.
+    messages = [(me, peer, buffer) for peer, buffer in sends.items() if peer != me]
+    messages += [(peer, me, buffer) for peer, buffer in recvs.items() if peer != me]
+    # By distance around the ring of ranks: at each distance every rank sends once and receives once.
+    messages.sort(key=lambda message: ((message[1] - message[0]) % world, message[0]))
     operations = [
-        dist.P2POp(dist.irecv, _as_bytes(recvs[peer]), peer, world)
-        for peer in sorted(recvs)
-        if peer != me
+        dist.P2POp(dist.isend, _as_bytes(buffer), dst, group, tag)
+        if src == me
+        else dist.P2POp(dist.irecv, _as_bytes(buffer), src, group, tag)
+        for src, dst, buffer in messages
     ]
-    operations += [
-        dist.P2POp(dist.isend, _as_bytes(sends[peer]), peer, world)
-        for peer in sorted(sends)
-        if peer != me
-    ]
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+    if not operations:
+        return _nothing
+    works = dist.batch_isend_irecv(operations)
+
+    def wait() -> None:
+        for work in works:
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+
+    return wait
+
+
+def _nothing() -> None:
+    """Wait for no message."""
 
 
 def _as_bytes(buffer: Tensor) -> Tensor:

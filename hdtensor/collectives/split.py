@@ -49,7 +49,8 @@ _NATIVE = frozenset(
         torch.uint8,
     }
 )
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+#: Reductions of two tensors.
+COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "product": torch.mul,
     "max": torch.maximum,
@@ -184,7 +185,7 @@ def as_bytes(flat: Tensor) -> Tensor:
 def reduce_terms(terms: Tensor, name: str) -> Tensor:
     """Reduce ``terms`` [num_terms, n] over the first dim, in order, in their own dtype."""
     first, *others = terms.unbind(0)
-    return functools.reduce(_COMBINE[name], others, first.clone())
+    return functools.reduce(COMBINE[name], others, first.clone())
 
 
 def _encode(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 
@@ -64,6 +64,39 @@ class Box(NamedTuple):
         return tuple(
             slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, origin, strict=True)
         )
+
+
+def merge(boxes: Iterable[Box], fits: Callable[[Box], bool] = lambda box: True) -> list[Box]:
+    """Join boxes that share a whole face, where ``fits`` allows the joined box; return them sorted.
+
+    The boxes are disjoint. What one message carries comes out as few large pieces.
+
+    >>> merge([Box((0, 0), (2, 2)), Box((0, 2), (2, 4)), Box((2, 0), (3, 4))])
+    [Box(start=(0, 0), stop=(3, 4))]
+    """
+    merged = sorted(boxes)
+    if len(merged) < 2:
+        return merged
+    for dim in reversed(range(len(merged[0].start))):
+        merged = _merge_along(dim, merged, fits)
+    return sorted(merged)
+
+
+def _merge_along(dim: int, boxes: list[Box], fits: Callable[[Box], bool]) -> list[Box]:
+    def others(box: Box) -> tuple[int, ...]:
+        return (*box.start[:dim], *box.start[dim + 1 :], *box.stop[:dim], *box.stop[dim + 1 :])
+
+    joined: list[Box] = []
+    for box in sorted(boxes, key=lambda box: (others(box), box.start[dim])):
+        if joined:
+            last = joined[-1]
+            if last.stop[dim] == box.start[dim] and others(last) == others(box):
+                both = Box(last.start, box.stop)
+                if fits(both):
+                    joined[-1] = both
+                    continue
+        joined.append(box)
+    return joined
 
 
 def cells(boxes: Iterable[Box]) -> list[Box]:

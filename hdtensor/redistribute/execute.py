@@ -16,6 +16,7 @@ from hdtensor.collectives import observe, split
 from hdtensor.collectives.groups import group_of
 from hdtensor.errors import RedistributeError
 from hdtensor.placements import HDSpec, Subgroup
+from hdtensor.redistribute import messages
 from hdtensor.redistribute.program import Job, Pieces, Program, RankStep, Round, compile_plan
 from hdtensor.redistribute.resolve import resolve
 from hdtensor.redistribute.steps import (
@@ -87,13 +88,10 @@ def execute_many(
         check_local(plans[i], program, locals_[i], rank)
         for number, step in program.steps:
             rounds[number].append((i, step))
-    state = [
-        local.detach() if program.steps else run_program(program, local)
-        for program, local in zip(programs, locals_, strict=True)
-    ]
+    state = [local.detach() for local in locals_]
     for number in sorted(rounds):
         run_round(rounds[number], state, bucket_bytes)
-    return state
+    return [_as_new(*each) for each in zip(programs, locals_, state, strict=True)]
 
 
 def convert(
@@ -147,7 +145,7 @@ def make_converter(
     return make_runner(resolve(src, dst, block_shape))
 
 
-def make_runner(plan: RedistributePlan) -> Callable[[Tensor], Tensor]:
+def make_runner(plan: RedistributePlan, *, reverse: bool = False) -> Callable[[Tensor], Tensor]:
     """Return ``execute`` of one plan for the rank that is current now, with all decisions made.
 
     It checks nothing: the caller knows that the local tensor is the plan's. Where the plan is one
@@ -155,6 +153,7 @@ def make_runner(plan: RedistributePlan) -> Callable[[Tensor], Tensor]:
 
     Args:
         plan: What ``resolve`` returned.
+        reverse: Whether it is part of a backward pass, whose messages have their own channel.
 
     Returns:
         Local tensor before -> local tensor after. Collective over the plan's ranks.
@@ -166,28 +165,55 @@ def make_runner(plan: RedistributePlan) -> Callable[[Tensor], Tensor]:
             job, shape = step.jobs[0], step.shape
             sizes = job.num_sent, job.num_received
             return lambda local: _start(job, local.reshape(-1), *sizes)().view(shape)
-    return lambda local: run_program(program, local)
+    return lambda local: run_program(program, local, reverse=reverse)
 
 
-def run_program(program: Program, local: Tensor) -> Tensor:
+def run_program(program: Program, local: Tensor, *, reverse: bool = False) -> Tensor:
     """Return the new local tensor; the caller has checked the old one."""
-    if not program.steps:  # a plan that only moves other subgroups still gives a new tensor
-        return local.clone(memory_format=torch.contiguous_format) if program.is_new else local
     state = [local.detach()]
     for _, step in program.steps:
-        run_round([(0, step)], state, BUCKET_BYTES)
-    return state[0]
+        run_round([(0, step)], state, BUCKET_BYTES, reverse=reverse)
+    return _as_new(program, local, state[0])
 
 
-def run_round(todo: Sequence[tuple[int, RankStep]], state: list[Tensor], bucket_bytes: int) -> None:
+def _as_new(program: Program, local: Tensor, result: Tensor) -> Tensor:
+    """Return the result, a copy where it is the old tensor and the plan has steps (elsewhere perhaps)."""
+    if not program.is_new:
+        return local
+    return result.clone(memory_format=torch.contiguous_format) if program.is_kept else result
+
+
+def run_round(
+    todo: Sequence[tuple[int, RankStep]],
+    state: list[Tensor],
+    bucket_bytes: int,
+    *,
+    reverse: bool = False,
+) -> None:
     """Carry out one step of each of several tensors, replacing their local tensors in ``state``."""
     items = [_Item(i, step, job, state[i]) for i, step in todo for job in step.jobs]
     started = [(bucket, _launch(bucket)) for bucket in _buckets(items, bucket_bytes)]
-    for i, step in todo:  # what a rank does alone hides behind the collectives
+    fresh = {i: _new_local(step, state[i]) for i, step in todo if not step.is_direct}
+    parcels = [
+        messages.Parcel(step, _plain(state[i]), fresh[i])
+        for i, step in todo
+        if step.sent or step.received or step.op
+    ]
+    finish = messages.start(parcels, reverse=reverse) if parcels else None
+    for i, step in todo:  # what a rank does alone hides behind the communication
         if not step.is_direct:
-            state[i] = _start_local(step, state[i])
+            if step.op is None and not step.is_kept:
+                _copy(step, state[i], fresh[i])
+            state[i] = fresh[i]
     for bucket, pending in started:
         _deliver(bucket, pending(), state)
+    if finish is not None:
+        finish()
+
+
+def _plain(local: Tensor) -> Tensor:
+    """Return a tensor without a lazy conjugate or negation: bytes are what is sent."""
+    return local.resolve_conj().resolve_neg()
 
 
 def check_local(plan: RedistributePlan, program: Program, local: Tensor, rank: int) -> None:
@@ -310,10 +336,19 @@ def _deliver(bucket: Sequence[_Item], flat: Tensor, state: list[Tensor]) -> None
 
 def _start_local(step: RankStep, local: Tensor) -> Tensor:
     """Return the new local tensor with what this rank writes alone."""
+    out = _new_local(step, local)
+    _copy(step, local, out)
+    return out
+
+
+def _new_local(step: RankStep, local: Tensor) -> Tensor:
+    if step.is_kept:
+        return local
     if step.fill is None:
-        out = local.new_empty(step.shape)
-    else:
-        out = local.new_full(step.shape, step.fill)
+        return local.new_empty(step.shape)
+    return local.new_full(step.shape, step.fill)
+
+
+def _copy(step: RankStep, local: Tensor, out: Tensor) -> None:
     for new, old in step.copies:
         out[new].copy_(local[old])
-    return out

@@ -14,11 +14,14 @@ from hdtensor.redistribute.steps import (
     AllGather,
     AllReduce,
     AllToAll,
+    BatchedSendRecv,
+    BatchedSendReduce,
     BottomStep,
     Collective,
     LocalStep,
     RedistributePlan,
     ReduceScatter,
+    SendRecv,
     SplitAllGather,
     SplitAllReduce,
     SplitReduceScatter,
@@ -104,6 +107,10 @@ def _title(step: Step) -> str:
         case SplitAllReduce() | SplitReduceScatter() | SplitAllGather():
             tops = f"{placement_text(src.top)} -> {placement_text(dst.top)}"
             return f"{type(step).__name__}, top {tops}"
+        case SendRecv() | BatchedSendRecv():
+            return f"{type(step).__name__}, {src} -> {dst}"
+        case BatchedSendReduce(op=op):
+            return f"BatchedSendReduce {_op(op)}, {src} -> {dst}"
         case _:
             assert_never(step)
 

@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, assert_never
+from typing import NamedTuple, TypeAlias, assert_never
 
 from torch.distributed.tensor import Partial
 
-from hdtensor.placements import Box
+from hdtensor.placements import Box, OwnedBox
 from hdtensor.redistribute.steps import (
     AllGather,
     AllReduce,
     AllToAll,
+    BatchedSendReduce,
     Collective,
     Layout,
     LocalStep,
+    PointToPoint,
     RedistributePlan,
     ReduceScatter,
+    SendRecv,
     Step,
     find_cell,
 )
@@ -58,6 +62,22 @@ class Job:
     is_whole: bool
 
 
+class Message(NamedTuple):
+    """What one rank sends another in one step.
+
+    Attributes:
+        peer: The other rank.
+        pieces: Pieces of the sender's old, or the receiver's new local tensor.
+        num_elements: Elements of all pieces.
+        term: Which term of a reduction it brings; 0 where nothing is reduced.
+    """
+
+    peer: int
+    pieces: Pieces
+    num_elements: int
+    term: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
     """One step, compiled for one rank.
@@ -68,13 +88,25 @@ class RankStep:
         copies: (slices of the new, slices of the old local tensor).
         jobs: This rank's sides of the step's collectives.
         is_direct: Whether there is one job, and what arrives is the new local tensor as it is.
+        is_kept: Whether the new local tensor is the old one.
+        sent: Messages to other ranks.
+        received: Messages from other ranks, by term.
+        op: The reduction of the terms that arrive.
+        own_term: Which term ``copies`` bring.
+        num_terms: What an average divides by.
     """
 
     shape: tuple[int, ...]
     fill: float | None
     copies: tuple[tuple[Slices, Slices], ...]
-    jobs: tuple[Job, ...]
-    is_direct: bool
+    jobs: tuple[Job, ...] = ()
+    is_direct: bool = False
+    is_kept: bool = False
+    sent: tuple[Message, ...] = ()
+    received: tuple[Message, ...] = ()
+    op: Partial | None = None
+    own_term: int = 0
+    num_terms: int = 1
 
 
 #: Which steps of several plans go together: (half tier passed, place among the steps in that tier).
@@ -89,13 +121,18 @@ class Program:
         shape: Shape of the local tensor before.
         steps: The steps in which this rank takes part, each with its round.
         reductions: The pending reductions of the whole plan, also of ranks elsewhere.
-        is_new: Whether the result must be a new tensor even without a step here.
+        is_new: Whether the result must be a new tensor even if nothing changes here.
     """
 
     shape: tuple[int, ...]
     steps: tuple[tuple[Round, RankStep], ...]
     reductions: tuple[Partial, ...]
     is_new: bool
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the local tensor after is the one before."""
+        return all(step.is_kept for _, step in self.steps)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -111,18 +148,19 @@ def compile_plan(plan: RedistributePlan, rank: int) -> Program:
         if rank in step.src.spec.ranks or rank in step.dst.spec.ranks:
             steps.append(((tier, place), compile_step(step, rank)))
             place += 1
-    ops = [c.op for c in plan.collectives() if isinstance(c, AllReduce | ReduceScatter)]
     before = Layout(plan.src, plan.shape, plan.src_top_sizes)
     return Program(
         shape=before.local_shape(rank),
         steps=tuple(steps),
-        reductions=tuple(dict.fromkeys(ops)),
+        reductions=plan.reductions,
         is_new=bool(plan.steps),
     )
 
 
 def compile_step(step: Step, rank: int) -> RankStep:
     """Return what one rank does in one step."""
+    if isinstance(step, PointToPoint):
+        return _compile_messages(step, rank)
     shape = step.dst.local_shape(rank)
     jobs = tuple(_compile_job(c, step, rank) for c in step.collectives if rank in c.ranks)
     fill, keepers = (step.fill, step.keepers) if isinstance(step, LocalStep) else (None, None)
@@ -138,6 +176,56 @@ def compile_step(step: Step, rank: int) -> RankStep:
     arrived = [piece for job in jobs for part in job.received for piece in part]
     is_direct = len(jobs) == 1 and not copies and _is_whole(arrived, shape)
     return RankStep(shape=shape, fill=fill, copies=copies, jobs=jobs, is_direct=is_direct)
+
+
+def _compile_messages(step: PointToPoint, rank: int) -> RankStep:
+    shape = step.dst.local_shape(rank)
+    old, new = step.src.boxes(rank), step.dst.boxes(rank)
+    copies: list[tuple[Slices, Slices]] = []
+    sent: defaultdict[int, list[Box]] = defaultdict(list)
+    received: defaultdict[int, list[Box]] = defaultdict(list)
+    for box, src, dst in step.transfers:
+        if src == dst == rank:
+            copies.append((find_cell(new, box), find_cell(old, box)))
+        elif src == rank:
+            sent[dst].append(box)
+        elif dst == rank:
+            received[src].append(box)
+    op: Partial | None = None
+    term_of: dict[int, int] = {}
+    num_terms = 1
+    if isinstance(step, BatchedSendReduce):
+        op, term_of, num_terms = step.op, dict(step.terms), step.num_terms
+    fills = {} if isinstance(step, SendRecv) else dict(step.fills)
+    arriving = [
+        _message(peer, boxes, new, term_of.get(peer, 0)) for peer, boxes in received.items()
+    ]
+    is_kept = (
+        not received
+        and op is None
+        and rank not in fills
+        and old == new
+        and shape == step.src.local_shape(rank)
+        and all(a == b for a, b in copies)
+    )
+    return RankStep(
+        shape=shape,
+        fill=fills.get(rank),
+        copies=tuple(copies),
+        is_kept=is_kept,
+        sent=tuple(
+            _message(peer, boxes, old, term_of.get(rank, 0)) for peer, boxes in sent.items()
+        ),
+        received=tuple(sorted(arriving, key=lambda message: (message.term, message.peer))),
+        op=op,
+        own_term=term_of.get(rank, 0),
+        num_terms=num_terms,
+    )
+
+
+def _message(peer: int, boxes: Sequence[Box], owned: Sequence[OwnedBox], term: int) -> Message:
+    pieces = tuple(find_cell(owned, box) for box in boxes)
+    return Message(peer, pieces, sum(box.numel for box in boxes), term)
 
 
 def _compile_job(collective: Collective, step: Step, rank: int) -> Job:

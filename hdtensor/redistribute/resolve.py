@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 from torch.distributed.tensor import Partial, Replicate
 
-from hdtensor.errors import RedistributeError
 from hdtensor.placements import HDSpec, Subgroup, block_shape, check_top_sizes
-from hdtensor.placements.checks import is_cut, ranks_text, shard_dim
+from hdtensor.placements.checks import is_cut, shard_dim
 from hdtensor.placements.layout import normalize_dim
 from hdtensor.placements.text import as_spec
 from hdtensor.redistribute.bottom import bottom_steps
-from hdtensor.redistribute.steps import Layout, LocalStep, RedistributePlan, Step
+from hdtensor.redistribute.exchange import (
+    block_exchange,
+    block_middle,
+    num_lacking,
+    reduce_exchange,
+    reduce_middle,
+    value_exchange,
+    value_middles,
+)
+from hdtensor.redistribute.steps import (
+    Layout,
+    LocalStep,
+    RedistributePlan,
+    Step,
+    num_messages,
+    num_moved,
+)
 from hdtensor.redistribute.top import is_within, top_steps
+from hdtensor.redistribute.topology import UNIFORM, Topology
 
 
 Steps: TypeAlias = tuple[Step, ...]
@@ -40,6 +56,13 @@ ROUTES = (
     "T:R R:R T':R",  # through everything on every rank
 )
 
+#: Those of one bottom and one top step: all that is tried where nothing is pending, since a batched
+#: send-receive always exists there and sends the least.
+SHORT_ROUTES = ROUTES[1:5]
+
+#: Those that leave every cut of source and target in place. Where one exists, collectives are enough.
+PAPER_ROUTES = ROUTES[:3]
+
 
 def resolve(
     src: HDSpec | str,
@@ -48,8 +71,9 @@ def resolve(
     *,
     src_top_sizes: Sequence[int] | None = None,
     dst_top_sizes: Sequence[int] | None = None,
+    topology: Topology = UNIFORM,
 ) -> RedistributePlan:
-    """Return how a tensor of ``shape`` gets from ``src`` to ``dst``.
+    """Return how a tensor of ``shape`` gets from ``src`` to ``dst``: any pair has a plan (Sec. 5, Fig. 7).
 
     Pure, deterministic and cached: every rank, the simulator and ``explain`` work from one plan.
 
@@ -60,11 +84,19 @@ def resolve(
     no Partial, every rank holds all it wants           one local cut
     same top, same ranks in every subgroup              bottom steps, in the subgroups that differ
     same ranks in every subgroup, only the top differs  one top step, if ``top_steps`` has one
-    same ranks in every subgroup                        the cheapest of ``ROUTES``
-    anything else                                       RedistributeError
+    anything else: the cheapest of
+      same ranks in every subgroup                      ``ROUTES``, and nothing else if one of
+                                                        ``PAPER_ROUTES`` exists; without Partial
+                                                        ``SHORT_ROUTES``
+      same top                                          each subgroup by itself: bottom steps,
+                                                        send-receive or batched send-receive
+      any                                               what is pending reduced on its ranks, then
+                                                        batched send-receive
+      one kind of Partial                               every term sent, reduced by the receiver
     ==================================================  ==========================================
 
-    Subgroups may come in another order: under a top Shard they are gathered first.
+    Without Partial, collectives that send more than is lacking lose to batched send-receive, which
+    never does. Subgroups may come in another order.
 
     Args:
         src: Spec before, or its short text.
@@ -72,57 +104,98 @@ def resolve(
         shape: Global shape.
         src_top_sizes: Exact extents of the blocks before; default the spec's own.
         dst_top_sizes: Exact extents of the blocks after; default the spec's own.
+        topology: Links between ranks, for the choice of senders; default: all alike.
 
     Raises:
-        RedistributeError: If the subgroups of the two specs do not have the same ranks.
         SpecError: If a spec does not fit the shape, or extents do not add up.
+        TopologyError: If the topology does not know a rank that sends or receives.
     """
+    key = (src, dst, shape, src_top_sizes, dst_top_sizes, topology)
+    try:
+        found = _asked.get(key)
+    except TypeError:  # a list among them
+        return resolve(
+            src,
+            dst,
+            tuple(shape),
+            src_top_sizes=src_top_sizes and tuple(src_top_sizes),
+            dst_top_sizes=dst_top_sizes and tuple(dst_top_sizes),
+            topology=topology,
+        )
+    if found is not None:
+        return found
     src, dst, shape = as_spec(src), as_spec(dst), tuple(shape)
-    return _resolve(
+    plan = _resolve(
         src,
         dst,
         shape,
         check_top_sizes(src, shape, src_top_sizes),
         check_top_sizes(dst, shape, dst_top_sizes),
+        topology,
     )
+    if len(_asked) >= _MAX_PLANS:
+        _asked.clear()
+    _asked[key] = plan
+    return plan
 
 
-@functools.lru_cache(maxsize=16384)
+_MAX_PLANS = 16384
+
+#: Plans by the arguments as they came: checks and short texts cost more than the look-up.
+_asked: dict[tuple[Any, ...], RedistributePlan] = {}
+
+
+@functools.lru_cache(maxsize=_MAX_PLANS)
 def _resolve(
     src: HDSpec,
     dst: HDSpec,
     shape: tuple[int, ...],
     src_top_sizes: tuple[int, ...] | None,
     dst_top_sizes: tuple[int, ...] | None,
+    topology: Topology,
 ) -> RedistributePlan:
-    steps = _steps(Layout(src, shape, src_top_sizes), Layout(dst, shape, dst_top_sizes))
+    start, end = Layout(src, shape, src_top_sizes), Layout(dst, shape, dst_top_sizes)
     return RedistributePlan(
         src=src,
         dst=dst,
         shape=shape,
         src_top_sizes=src_top_sizes,
         dst_top_sizes=dst_top_sizes,
-        steps=steps,
+        steps=_steps(start, end, topology),
     )
 
 
-def _steps(start: Layout, end: Layout) -> Steps:
+def _steps(start: Layout, end: Layout, topology: Topology) -> Steps:
     steps = _direct(start, end)
     if steps is not None:
         return steps
-    before, aligned = _align(start, end)
-    steps = _direct(aligned, end)
-    return before + (_cheapest_route(aligned, end) if steps is None else steps)
+    start = _reordered(start, end)
+    steps = _direct(start, end)
+    if steps is None:
+        steps = _cheapest(_ways(start, end, topology))
+    assert steps is not None, f"no way from {start} to {end}"
+    return steps
 
 
-def _direct(start: Layout, end: Layout) -> Steps | None:
+def _direct(start: Layout, end: Layout, *, collectives_only: bool = False) -> Steps | None:
     """Return the steps of the table's first four rows, or None."""
     if start == end:
         return ()
     steps = _cut_to(start, end)
     if steps is None and _same_ranks(start, end):
         steps = _connect(start, end)
+        if steps is not None and not collectives_only and _is_wasteful(steps, start, end):
+            return None
     return steps
+
+
+def _is_wasteful(steps: Steps, start: Layout, end: Layout) -> bool:
+    """Return whether collectives send more than is lacking, where a batched send-receive would not."""
+    if start.spec.has_partial() or end.spec.has_partial():
+        return False
+    if not any(step.collectives for step in steps):
+        return False
+    return not _same_meshes(start, end) or sum(map(num_moved, steps)) > num_lacking(start, end)
 
 
 def _cut_to(start: Layout, end: Layout) -> Steps | None:
@@ -151,23 +224,58 @@ def _connect(start: Layout, end: Layout) -> Steps | None:
     return None
 
 
-def _cheapest_route(start: Layout, end: Layout) -> Steps:
-    """Return the steps of the cheapest of ``ROUTES``."""
-    best: tuple[tuple[int, int], Steps] | None = None
-    for route in dict.fromkeys(_routes(start, end)):
+def _cheapest(ways: Iterable[Steps]) -> Steps | None:
+    """Return the cheapest steps: by elements sent, then by number of messages, then by place."""
+    return min(
+        ways,
+        key=lambda steps: (sum(map(num_moved, steps)), sum(map(num_messages, steps))),
+        default=None,
+    )
+
+
+def _by_collectives(start: Layout, end: Layout) -> Steps:
+    """Return steps between layouts on the same ranks, without messages."""
+    steps = _direct(start, end, collectives_only=True)
+    if steps is None:
+        steps = _cheapest(_along(ROUTES, start, end))
+    assert steps is not None, f"no route from {start} to {end}"
+    return steps
+
+
+def _ways(start: Layout, end: Layout, topology: Topology) -> Iterator[Steps]:
+    """Yield ways from one layout to another, collectives before messages."""
+    if _same_ranks(start, end):
+        if start.spec.has_partial() or end.spec.has_partial():
+            yield from _along(ROUTES, start, end)
+            if any(_along(PAPER_ROUTES, start, end)):
+                return
+        elif _same_meshes(start, end):
+            yield from _along(SHORT_ROUTES, start, end)
+    middle = block_middle(start, end)
+    if middle is not None:
+        steps = _connect(start, middle)
+        assert steps is not None, f"{start.spec} and {middle.spec} have the same top"
+        yield (*steps, *(() if middle == end else (block_exchange(middle, end, topology),)))
+    for middle in value_middles(start):
+        last = _cut_to(middle, end)
+        if last is None:
+            last = (value_exchange(middle, end, topology),)
+        yield _by_collectives(start, middle) + last
+    middle = reduce_middle(start)
+    if middle is not None:
+        yield (*_by_collectives(start, middle), reduce_exchange(middle, end, topology))
+
+
+def _along(texts: Sequence[str], start: Layout, end: Layout) -> Iterator[Steps]:
+    """Yield the steps along each of the routes that exist."""
+    for route in dict.fromkeys(_routes(texts, start, end)):
         steps = _follow(route, end)
-        if steps is None:
-            continue
-        collectives = [collective for step in steps for collective in step.collectives]
-        cost = sum(collective.num_moved for collective in collectives), len(collectives)
-        if best is None or cost < best[0]:
-            best = cost, steps
-    assert best is not None, f"no route from {start} to {end}"
-    return best[1]
+        if steps is not None:
+            yield steps
 
 
-def _routes(start: Layout, end: Layout) -> Iterator[tuple[Layout, ...]]:
-    """Yield each of ``ROUTES`` with its layouts, without repeats in a row."""
+def _routes(texts: Sequence[str], start: Layout, end: Layout) -> Iterator[tuple[Layout, ...]]:
+    """Yield each of the routes with its layouts, without repeats in a row."""
     src, dst, num_dims = start.spec, end.spec, len(start.shape)
     cut = {dim for spec in (src, dst) if (dim := shard_dim(spec.top)) is not None}
     reduced, new_reduced = _reduced(src.subgroups), _reduced(dst.subgroups)
@@ -184,7 +292,7 @@ def _routes(start: Layout, end: Layout) -> Iterator[tuple[Layout, ...]]:
         "T'": (dst.top, dst.top_ratio, end.top_sizes),
         "R": (Replicate(), None, None),
     }
-    for text in ROUTES:
+    for text in texts:
         route = [start]
         for point in text.split():
             top, ratio, top_sizes = tops[point.partition(":")[0]]
@@ -229,28 +337,14 @@ def _without_cuts(
     )
 
 
-def _align(start: Layout, end: Layout) -> tuple[Steps, Layout]:
-    """Return ``start`` with its subgroups in the order of ``end``'s, and the steps that takes.
-
-    Under a top Replicate or Partial the order means nothing. A top Shard is gathered first.
-
-    Raises:
-        RedistributeError: If the subgroups do not have the same ranks.
-    """
-    src, dst = start.spec, end.spec
+def _reordered(start: Layout, end: Layout) -> Layout:
+    """Return ``start`` with its subgroups in the order of ``end``'s, if the order means nothing."""
+    src = start.spec
     by_ranks = {frozenset(group.ranks): group for group in src.subgroups}
-    order = [frozenset(group.ranks) for group in dst.subgroups]
-    if set(order) != set(by_ranks):
-        raise RedistributeError(_not_covered(src, dst))
-    if order == list(by_ranks):
-        return (), start
-    if not is_cut(src.top):
-        groups = tuple(by_ranks[ranks] for ranks in order)
-        return (), start._replace(spec=src.replace(subgroups=groups))
-    whole = Layout(HDSpec(_reduced(src.subgroups)), start.shape, None)
-    steps = _steps(start, whole)
-    more, aligned = _align(whole, end)
-    return steps + more, aligned
+    order = [frozenset(group.ranks) for group in end.spec.subgroups]
+    if is_cut(src.top) or set(order) != set(by_ranks):
+        return start
+    return start._replace(spec=src.replace(subgroups=[by_ranks[ranks] for ranks in order]))
 
 
 def _same_ranks(start: Layout, end: Layout) -> bool:
@@ -259,19 +353,11 @@ def _same_ranks(start: Layout, end: Layout) -> bool:
     return all(a and b and set(a.ranks) == set(b.ranks) for a, b in pairs)
 
 
+def _same_meshes(start: Layout, end: Layout) -> bool:
+    """Return whether subgroup by subgroup the ranks agree in order and mesh."""
+    pairs = itertools.zip_longest(start.spec.subgroups, end.spec.subgroups)
+    return all(a and b and (a.ranks, a.mesh_shape) == (b.ranks, b.mesh_shape) for a, b in pairs)
+
+
 def _same_local(start: Layout, end: Layout, rank: int) -> bool:
     return start.boxes(rank) == end.boxes(rank) and start.local_shape(rank) == end.local_shape(rank)
-
-
-def _not_covered(src: HDSpec, dst: HDSpec) -> str:
-    return (
-        f"cannot redistribute {src} to {dst}: the subgroups must have the same ranks, "
-        f"got {_ranks_text(src)} and {_ranks_text(dst)}. Covered are changes of the top placement, of "
-        f"the placements inside subgroups and of their order, and cuts of what each rank already "
-        f"holds. To bring data to other ranks, gather it with full_tensor() and call "
-        f"distribute_tensor with the new spec."
-    )
-
-
-def _ranks_text(spec: HDSpec) -> str:
-    return " ".join(f"[{ranks_text(group.ranks)}]" for group in spec.subgroups)

@@ -14,17 +14,20 @@ from torch import Tensor
 from torch.distributed.tensor import Partial
 
 from hdtensor.errors import RedistributeError
-from hdtensor.placements import Box
+from hdtensor.placements import Box, cells
 from hdtensor.redistribute.steps import (
     AllGather,
     AllReduce,
     AllToAll,
+    BatchedSendReduce,
     Collective,
     Layout,
     LocalStep,
+    PointToPoint,
     Ranks,
     RedistributePlan,
     ReduceScatter,
+    SendRecv,
     Step,
     find_cell,
 )
@@ -65,6 +68,8 @@ def run_step(step: Step, shards: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Return every rank's local tensor after one step; ranks outside it keep theirs."""
     involved = {*step.src.spec.ranks, *step.dst.spec.ranks}
     out = {rank: shard for rank, shard in shards.items() if rank not in involved}
+    if isinstance(step, PointToPoint):
+        return out | run_messages(step, shards)
     for rank in involved:
         out[rank] = start_local(step, shards[rank], rank)
     for collective in step.collectives:
@@ -84,6 +89,46 @@ def start_local(step: Step, shard: Tensor, rank: int) -> Tensor:
             if common is not None:
                 read(out, step.dst, rank, common).copy_(read(shard, step.src, rank, common))
     return out
+
+
+def run_messages(step: PointToPoint, shards: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the new local tensors of a point-to-point step's ranks."""
+    like = next(iter(shards.values()))
+    fills = {} if isinstance(step, SendRecv) else dict(step.fills)
+    out = {rank: like.new_empty(0) for rank in step.src.spec.ranks}
+    for rank in step.dst.spec.ranks:
+        out[rank] = like.new_full(step.dst.local_shape(rank), fills.get(rank, 0))
+    if isinstance(step, BatchedSendReduce):
+        terms_of: dict[tuple[int, Box], list[tuple[int, Tensor]]] = {}
+        number = dict(step.terms)
+        for box, src, dst in step.transfers:
+            term = number[src], read(shards[src], step.src, src, box)
+            terms_of.setdefault((dst, box), []).append(term)
+        _reduce_into(out, step, terms_of)
+        return out
+    for box, src, dst in step.transfers:
+        read(out[dst], step.dst, dst, box).copy_(read(shards[src], step.src, src, box))
+    return out
+
+
+def _reduce_into(
+    out: Mapping[int, Tensor],
+    step: BatchedSendReduce,
+    terms_of: Mapping[tuple[int, Box], list[tuple[int, Tensor]]],
+) -> None:
+    """Reduce the terms that each rank got; terms may be cut into unlike cells."""
+    for rank in step.dst.spec.ranks:
+        mine = {box: terms for (dst, box), terms in terms_of.items() if dst == rank}
+        for cell in cells(mine):
+            terms = [
+                (number, value[cell.slices_from(box.start)])
+                for box, pairs in mine.items()
+                if box.contains(cell)
+                for number, value in pairs
+            ]
+            in_order = [value for _, value in sorted(terms, key=lambda term: term[0])]
+            assert len(in_order) == step.num_terms, f"rank {rank} lacks terms of {cell}"
+            read(out[rank], step.dst, rank, cell).copy_(combine(in_order, step.op))
 
 
 def run_collective(

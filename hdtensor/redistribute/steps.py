@@ -8,10 +8,13 @@ step                    what it does                                            
 ``SplitAllReduce``      top ``Partial -> Replicate``                                5.2, Fig. 9
 ``SplitReduceScatter``  top ``Partial -> Shard``                                    5.2, Fig. 9
 ``SplitAllGather``      top ``Shard -> Replicate``                                  5.2, Fig. 9
+``SendRecv``            whole shards go to other ranks, one to one                  5.1 (I)
+``BatchedSendRecv``     every rank gets the cells it lacks from ranks that own them 5.3, Fig. 11
+``BatchedSendReduce``   so with terms: the receiver reduces them                    beyond
 ======================  ==========================================================  ================
 
-A step turns one ``Layout`` into the next. Its communication is a tuple of collectives on *cells*, boxes
-that every involved rank holds or wants as a whole. All coordinates of one step are its layouts':
+A step turns one ``Layout`` into the next. Its communication is a tuple of collectives, or of transfers,
+on *cells*: boxes that every involved rank holds or wants as a whole. All coordinates of one step are its layouts':
 global for the top tier, those of the subgroup's block for the bottom tier.
 """
 
@@ -25,6 +28,7 @@ from typing import NamedTuple, TypeAlias
 from torch.distributed.tensor import Partial
 
 from hdtensor.placements import Box, HDSpec, OwnedBox, local_shape, owned_boxes
+from hdtensor.redistribute.transfers import Transfer
 
 
 Ranks: TypeAlias = tuple[int, ...]
@@ -249,7 +253,75 @@ class SplitAllGather:
     index: None = None
 
 
-Step: TypeAlias = LocalStep | BottomStep | SplitAllReduce | SplitReduceScatter | SplitAllGather
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRecv:
+    """SR (Sec. 5.1 (I)): subgroups move to equally many other ranks, shard by shard.
+
+    Pending reductions stay pending: a shard may be a term.
+
+    Attributes:
+        src: Layout before.
+        dst: Layout after.
+        transfers: Boxes of the shards; one with ``src == dst`` stays where it is.
+    """
+
+    src: Layout
+    dst: Layout
+    transfers: tuple[Transfer, ...]
+    index: None = None
+    collectives: tuple[()] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchedSendRecv:
+    """BSR (Sec. 5.3): each rank gets every cell it wants from one of the ranks that own it.
+
+    Attributes:
+        src: Layout before; nothing is pending in it, or each term of a top Partial goes its own way.
+        dst: Layout after.
+        transfers: One for each cell and rank that wants it; ``src == dst`` is a copy (rule i).
+        fills: (rank, value) of the ranks that hold a constant of a pending reduction instead.
+    """
+
+    src: Layout
+    dst: Layout
+    transfers: tuple[Transfer, ...]
+    fills: tuple[tuple[int, float], ...] = ()
+    index: None = None
+    collectives: tuple[()] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchedSendReduce:
+    """Send and reduce: each rank gets all terms of every cell it wants, and reduces them in order.
+
+    Attributes:
+        src: Layout before, with ``op`` pending.
+        dst: Layout after.
+        transfers: For each cell and rank that wants it, one for every term.
+        op: The reduction.
+        terms: Which term each rank of ``src`` holds: (rank, number) in the order of reduction.
+        num_terms: Number of terms.
+        fills: As ``BatchedSendRecv.fills``.
+    """
+
+    src: Layout
+    dst: Layout
+    transfers: tuple[Transfer, ...]
+    op: Partial
+    terms: tuple[tuple[int, int], ...]
+    num_terms: int
+    fills: tuple[tuple[int, float], ...] = ()
+    index: None = None
+    collectives: tuple[()] = ()
+
+
+#: Steps that are messages between pairs of ranks.
+PointToPoint: TypeAlias = SendRecv | BatchedSendRecv | BatchedSendReduce
+
+Step: TypeAlias = (
+    LocalStep | BottomStep | SplitAllReduce | SplitReduceScatter | SplitAllGather | PointToPoint
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,9 +358,35 @@ class RedistributePlan:
         return sorted({collective.ranks for collective in self.collectives()})
 
     @property
+    def has_messages(self) -> bool:
+        """Whether some step sends messages between pairs of ranks."""
+        return any(isinstance(step, PointToPoint) for step in self.steps)
+
+    @property
+    def reductions(self) -> tuple[Partial, ...]:
+        """The pending reductions that the plan carries out, without repeats."""
+        ops = [c.op for c in self.collectives() if isinstance(c, AllReduce | ReduceScatter)]
+        ops += [step.op for step in self.steps if isinstance(step, BatchedSendReduce)]
+        return tuple(dict.fromkeys(ops))
+
+    @property
     def num_moved(self) -> int:
         """Elements that all ranks together send."""
-        return sum(collective.num_moved for collective in self.collectives())
+        return sum(map(num_moved, self.steps))
+
+
+def num_moved(step: Step) -> int:
+    """Return how many elements all ranks together send in a step."""
+    if isinstance(step, PointToPoint):
+        return sum(t.box.numel for t in step.transfers if t.src != t.dst)
+    return sum(collective.num_moved for collective in step.collectives)
+
+
+def num_messages(step: Step) -> int:
+    """Return how many collectives, or messages between two ranks, a step has."""
+    if isinstance(step, PointToPoint):
+        return len({(t.src, t.dst) for t in step.transfers if t.src != t.dst})
+    return len(step.collectives)
 
 
 def is_kept_by_all(op: Partial) -> bool:

@@ -9,7 +9,7 @@ from hdtensor.collectives.groups import ensure_groups
 from hdtensor.redistribute import resolve, simulate
 from hdtensor.redistribute.execute import execute, execute_many
 from tests.redistribute.oracle import cut, layout_of
-from tests.redistribute.strategies import full_tensor, layout_pairs, sample
+from tests.redistribute.strategies import any_pairs, full_tensor, layout_pairs, moved_pairs, sample
 from tests.support.world import run_world
 
 
@@ -56,8 +56,9 @@ def _check_pairs(rank, pairs):
 
 
 @pytest.mark.dist(WORLD_SIZE)
-def test_execute_equals_simulate():
-    run_world(_check_pairs, WORLD_SIZE, sample(layout_pairs(num_ranks=WORLD_SIZE), 100))
+@pytest.mark.parametrize("pairs", [layout_pairs, any_pairs, moved_pairs])
+def test_execute_equals_simulate(pairs):
+    run_world(_check_pairs, WORLD_SIZE, sample(pairs(num_ranks=WORLD_SIZE), 100))
 
 
 NAMED_PAIRS = [

@@ -108,3 +108,33 @@ def sample(strategy, num_examples):
 
     collect()
     return drawn
+
+
+@st.composite
+def any_pairs(draw, num_ranks=8):
+    """Two layouts of one tensor whose subgroups have nothing to do with one another."""
+    shape = draw(shapes())
+    src = draw(layouts(shape, draw(rank_sets(num_ranks))))
+    return src, draw(layouts(shape, draw(rank_sets(num_ranks))))
+
+
+@st.composite
+def moved_pairs(draw, num_ranks=8):
+    """Two layouts of one tensor with the same top, in which some subgroups move and others stay."""
+    shape, sets = draw(shapes()), draw(rank_sets(num_ranks))
+    src = draw(layouts(shape, sets))
+    ranks = draw(st.permutations(range(num_ranks)))
+    groups, used = [], 0
+    for group in src.spec.subgroups:
+        taken, used = ranks[used : used + len(group)], used + len(group)
+        moved = draw(st.booleans())
+        chosen = group.placements
+        if draw(st.integers(0, 2)) == 0:
+            chosen = [draw(placements(len(shape))) for _ in group.mesh_shape]
+        groups.append(Subgroup(taken if moved else group.ranks, chosen, group.mesh_shape))
+    if len({rank for group in groups for rank in group.ranks}) < used:
+        groups = [Subgroup(range(used))]  # a moved subgroup met one that stays
+    if len(groups) < src.spec.num_subgroups:
+        return src, layout_of(HDSpec(groups), shape)
+    spec = HDSpec(groups, src.spec.top, src.spec.top_ratio)
+    return src, layout_of(spec, shape, src.top_sizes if len(groups) > 1 else None)

@@ -2,10 +2,12 @@
 
 import torch
 from hypothesis import given, settings
+from torch.distributed.tensor import Partial, Replicate
 
 from hdtensor.redistribute import resolve, simulate
+from hdtensor.redistribute.exchange import num_lacking
 from tests.redistribute.oracle import cut, take, value
-from tests.redistribute.strategies import full_tensor, layout_pairs
+from tests.redistribute.strategies import any_pairs, full_tensor, layout_pairs, moved_pairs
 
 
 def run(src, dst, full):
@@ -15,9 +17,17 @@ def run(src, dst, full):
     return plan, simulate(plan, cut(full, src))
 
 
-@settings(max_examples=400)
-@given(layout_pairs())
-def test_every_pair_over_the_same_subgroups_keeps_the_value(pair):
+def settled(layout):
+    """The layout with Replicate for every Partial."""
+    spec = layout.spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)
+    if isinstance(spec.top, Partial):
+        spec = spec.replace(top=Replicate())
+    return layout._replace(spec=spec)
+
+
+@settings(max_examples=1000)
+@given(layout_pairs() | moved_pairs() | any_pairs())
+def test_every_pair_keeps_the_value(pair):
     src, dst = pair
     full = full_tensor(src.shape)
 
@@ -29,3 +39,16 @@ def test_every_pair_over_the_same_subgroups_keeps_the_value(pair):
     if not dst.spec.has_partial():
         for rank in dst.spec.ranks:
             torch.testing.assert_close(got[rank], take(full, dst, rank))
+
+
+@settings(max_examples=300)
+@given(layout_pairs() | moved_pairs() | any_pairs())
+def test_without_partial_no_element_is_sent_that_is_not_lacking(pair):
+    src, dst = (settled(layout) for layout in pair)
+    plan, got = run(src, dst, full_tensor(src.shape))
+
+    assert plan.num_moved == num_lacking(src, dst)
+    for rank in dst.spec.ranks:
+        torch.testing.assert_close(
+            got[rank], take(full_tensor(src.shape), dst, rank), rtol=0, atol=0
+        )

@@ -25,10 +25,10 @@ from hdtensor.redistribute.resolve import resolve
 
 
 _library = torch.library.Library("hdtensor", "DEF")
-_library.define("redistribute(Tensor x, int dst, int[]? top_sizes) -> Tensor")
+_library.define("redistribute(Tensor x, int dst, int[]? top_sizes, bool reverse) -> Tensor")
 
 
-def _plain(x: torch.Tensor, dst: int, top_sizes: Any) -> torch.Tensor:
+def _plain(x: torch.Tensor, dst: int, top_sizes: Any, reverse: bool) -> torch.Tensor:
     raise TypeError(
         f"hdtensor::redistribute got a plain torch.Tensor of shape {tuple(x.shape)}; use "
         f"hdtensor.distribute_tensor(tensor, spec) to cut one."
@@ -37,21 +37,27 @@ def _plain(x: torch.Tensor, dst: int, top_sizes: Any) -> torch.Tensor:
 
 _library.impl("redistribute", _plain, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "hdtensor::redistribute", lambda x, dst, top_sizes: torch.empty_like(x), lib=_library
+    "hdtensor::redistribute", lambda x, dst, top_sizes, reverse: torch.empty_like(x), lib=_library
 )
 
 
-def move(x: Any, spec: HDSpec, top_sizes: tuple[int, ...] | None) -> Any:
+def move(x: Any, spec: HDSpec, top_sizes: tuple[int, ...] | None, *, reverse: bool = False) -> Any:
     """Bring an ``HDTensor`` to another spec; differentiable.
 
     Args:
         x: The tensor.
         spec: The new spec, with non-negative dims.
         top_sizes: Exact top extents, or None for the spec's own cut.
+        reverse: Whether a backward pass moves it: its messages have their own channel.
     """
     if torch.compiler.is_compiling():
-        return _OPERATOR(x, spec.id, top_sizes)
-    return _move(x, spec, top_sizes)
+        return _OPERATOR(x, spec.id, top_sizes, reverse)
+    return _move(x, spec, top_sizes, reverse)
+
+
+def _move_back(grad: Any, bound: BoundSpec, reverse: bool) -> Any:
+    """Bring a gradient to where its tensor came from."""
+    return move(grad, gradient_spec(bound.spec), bound.top_sizes, reverse=not reverse)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -65,21 +71,21 @@ class _Move(torch.autograd.Function):
     """The operator's autograd without the custom-op layers of ``torch.library``, 40 us a call."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, spec: HDSpec, top_sizes: Any) -> Any:
-        ctx.bound = x._spec
-        return call(_OPERATOR, x, spec.id, top_sizes)
+    def forward(ctx: Any, x: Any, spec: HDSpec, top_sizes: Any, reverse: bool) -> Any:
+        ctx.bound, ctx.reverse = x._spec, reverse
+        return call(_OPERATOR, x, spec.id, top_sizes, reverse)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return move(grad, gradient_spec(ctx.bound.spec), ctx.bound.top_sizes), None, None
+        return _move_back(grad, ctx.bound, ctx.reverse), None, None, None
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.bound = inputs[0]._spec
+    ctx.bound, ctx.reverse = inputs[0]._spec, inputs[3]
 
 
 def _backward(ctx: Any, grad: Any) -> Any:
-    return move(grad, gradient_spec(ctx.bound.spec), ctx.bound.top_sizes), None, None
+    return _move_back(grad, ctx.bound, ctx.reverse), None, None, None
 
 
 torch.library.register_autograd(
@@ -101,16 +107,18 @@ def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     )
     if not plan.steps:
         same = BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, sizes)
-        return lambda x, dst, top_sizes, kw: wrap(x._local_tensor.view_as(x._local_tensor), same)
+        return lambda x, *_: wrap(x._local_tensor.view_as(x._local_tensor), same)
     if not is_played():
         groups.ensure_groups(plan.rank_sets(), (*bound.spec.subgroups, *spec.subgroups))
+        if plan.has_messages:
+            groups.ensure_channels()
     out = BoundSpec.of(spec, bound.shape, contiguous_stride(bound.shape), bound.dtype, sizes)
     for op in compile_plan(plan, bound.rank).reductions:
         check_reducible(op, bound.dtype)
-    execute = make_runner(plan)
+    execute = make_runner(plan, reverse=args[3])
     is_between = spec.top != bound.spec.top or spec.ranks != bound.spec.ranks
 
-    def run(x: Any, dst: int, top_sizes: Any, kw: Any) -> Any:
+    def run(x: Any, dst: int, top_sizes: Any, reverse: bool, kw: Any) -> Any:
         moves[0] += is_between
         return wrap(execute(x._local_tensor), out)
 

@@ -1,0 +1,96 @@
+"""Strided pieces of tensors into flat messages and back: one kernel launch for all peers together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial
+
+from hdtensor.collectives.split import COMBINE, as_bytes
+from hdtensor.triton_kernels import pack_boxes
+
+
+#: Messages start at multiples of this in the buffer they share, so that every dtype is aligned.
+_ALIGNMENT = 16
+
+
+def pack(messages: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return each message's pieces as flat bytes, without padding.
+
+    Args:
+        messages: Pieces of each, by descending element size. One contiguous piece alone is not copied.
+
+    Returns:
+        1-D uint8 tensors.
+    """
+    alone = [is_alone(pieces) for pieces in messages]
+    joint, flats = _joint([m for m, is_one in zip(messages, alone, strict=True) if not is_one])
+    if flats.whole is not None:
+        pack_boxes.pack(joint, flats.whole)
+    rest = iter(flats.parts)
+    return [
+        as_bytes(pieces[0].view(-1)) if is_one else next(rest)
+        for pieces, is_one in zip(messages, alone, strict=True)
+    ]
+
+
+def receive_buffers(messages: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return new flat bytes to receive messages of these pieces into, in one allocation."""
+    return _joint(messages)[1].parts
+
+
+def unpack(flat: Tensor, pieces: Sequence[Tensor]) -> None:
+    """Write a message into its pieces."""
+    pack_boxes.unpack(flat, pieces)
+
+
+def combine_into(flat: Tensor, pieces: Sequence[Tensor], op: Partial) -> None:
+    """Reduce a message's terms into the pieces, in their own dtype: ``piece = op(piece, term)``."""
+    if op.reduce_op in ("sum", "avg") and all(piece.dtype != torch.bool for piece in pieces):
+        pack_boxes.unpack_add(flat, pieces)
+        return
+    offset = 0
+    for piece in pieces:
+        term = flat[offset : offset + piece.nbytes].view(piece.dtype).view(piece.shape)
+        combine_piece(piece, term, op)
+        offset += piece.nbytes
+
+
+def combine_piece(piece: Tensor, term: Tensor, op: Partial) -> None:
+    """Reduce one term into a piece."""
+    name = "sum" if op.reduce_op == "avg" else op.reduce_op
+    COMBINE[name](piece, term, out=piece)
+
+
+def is_alone(pieces: Sequence[Tensor]) -> bool:
+    """Return whether a message is one contiguous piece, which needs no buffer."""
+    return len(pieces) == 1 and pieces[0].is_contiguous()
+
+
+class _Flats(NamedTuple):
+    """One buffer and its parts, one for each message."""
+
+    whole: Tensor | None
+    parts: list[Tensor]
+
+
+def _joint(messages: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], _Flats]:
+    """Return all pieces with what fills the gaps between messages, and a buffer of their size."""
+    if not messages:
+        return [], _Flats(None, [])
+    pieces: list[Tensor] = []
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for message in messages:
+        gap = -end % _ALIGNMENT
+        if gap:
+            pieces.append(message[0].new_zeros(gap, dtype=torch.uint8))
+        start = end + gap
+        end = start + sum(piece.nbytes for piece in message)
+        spans.append((start, end))
+        pieces += message
+    whole = messages[0][0].new_empty(end, dtype=torch.uint8)
+    return pieces, _Flats(whole, [whole[start:end] for start, end in spans])

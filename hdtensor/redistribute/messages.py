@@ -1,0 +1,147 @@
+"""Messages of point-to-point steps on this rank: one per peer for all tensors that travel together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hdtensor.collectives import observe, p2p
+from hdtensor.collectives.pack import (
+    combine_into,
+    combine_piece,
+    is_alone,
+    pack,
+    receive_buffers,
+    unpack,
+)
+from hdtensor.redistribute.program import Message, RankStep
+
+
+class Parcel(NamedTuple):
+    """One tensor's part of a round of messages.
+
+    Attributes:
+        step: What this rank does.
+        old: Local tensor before.
+        new: Local tensor after; the old one on a rank that keeps it.
+    """
+
+    step: RankStep
+    old: Tensor
+    new: Tensor
+
+
+class _Arrival(NamedTuple):
+    """One parcel's part of one message.
+
+    Attributes:
+        parcel: Whose.
+        term: Which term of its reduction it brings.
+        pieces: Views of the new local tensor.
+        flat: The bytes that arrive; None where they arrive in the only piece itself.
+    """
+
+    parcel: int
+    term: int
+    pieces: list[Tensor]
+    flat: Tensor | None
+
+
+def start(
+    parcels: Sequence[Parcel], *, reverse: bool = False, timeout: timedelta | None = None
+) -> Callable[[], None]:
+    """Send all parcels' messages; the function returned waits and writes what arrived.
+
+    A message holds the pieces of all parcels by descending element size, so that every piece is
+    aligned without padding. It is sent from, or received into, the local tensor itself where it is one
+    contiguous piece.
+
+    Args:
+        parcels: In the same order on every rank.
+        reverse: Whether this is part of a backward pass.
+        timeout: How long to wait for a message; default the process group's.
+    """
+    by_size = sorted(range(len(parcels)), key=lambda i: -parcels[i].old.element_size())
+    sent: dict[int, list[Tensor]] = {}
+    received: dict[int, list[tuple[int, Message]]] = {}
+    for i in by_size:
+        for message in parcels[i].step.sent:
+            sent.setdefault(message.peer, []).extend(_views(parcels[i].old, message))
+        for message in parcels[i].step.received:
+            received.setdefault(message.peer, []).append((i, message))
+    buffers, arrivals = _post(parcels, received)
+    outgoing = dict(zip(sent, pack(list(sent.values())), strict=True))
+    if observe.listeners:
+        for peer, buffer in outgoing.items():
+            observe.notify("send_recv", (peer,), buffer.nbytes)
+    wait = p2p.start(outgoing, buffers, reverse=reverse, timeout=timeout)
+
+    def finish() -> None:
+        wait()
+        _deliver(parcels, arrivals)
+
+    return finish
+
+
+def _post(
+    parcels: Sequence[Parcel], received: dict[int, list[tuple[int, Message]]]
+) -> tuple[dict[int, Tensor], list[_Arrival]]:
+    """Return the buffer to receive from each peer, and what lies in it."""
+    buffers: dict[int, Tensor] = {}
+    arrivals: list[_Arrival] = []
+    flat_peers: dict[int, list[tuple[int, int, list[Tensor]]]] = {}
+    for peer, parts in received.items():
+        viewed = [(i, message.term, _views(parcels[i].new, message)) for i, message in parts]
+        parcel, term, pieces = viewed[0]
+        # Only the first term may be received over what is there.
+        if len(viewed) == 1 and term == 0 and is_alone(pieces):
+            buffers[peer] = pieces[0]
+            arrivals.append(_Arrival(parcel, term, pieces, None))
+        else:
+            flat_peers[peer] = viewed
+    everything = [[p for _, _, pieces in parts for p in pieces] for parts in flat_peers.values()]
+    for peer, flat in zip(flat_peers, receive_buffers(everything), strict=True):
+        buffers[peer] = flat
+        start = 0
+        for parcel, term, pieces in flat_peers[peer]:
+            end = start + sum(piece.nbytes for piece in pieces)
+            arrivals.append(_Arrival(parcel, term, pieces, flat[start:end]))
+            start = end
+    return buffers, arrivals
+
+
+def _deliver(parcels: Sequence[Parcel], arrivals: Sequence[_Arrival]) -> None:
+    """Write what arrived, the first terms before the others."""
+    plain = [a for a in arrivals if a.term == 0 and a.flat is not None]
+    for arrival in plain:
+        assert arrival.flat is not None
+        unpack(arrival.flat, arrival.pieces)
+    for i, parcel in enumerate(parcels):
+        if parcel.step.op is not None:
+            _reduce(parcel, [a for a in arrivals if a.parcel == i])
+
+
+def _reduce(parcel: Parcel, arrivals: Sequence[_Arrival]) -> None:
+    """Reduce a parcel's terms into its new local tensor, in the order of the terms."""
+    step, old, new = parcel
+    assert step.op is not None, "only a reduction has terms"
+    for term in range(step.num_terms):
+        if term == step.own_term:
+            for target, source in step.copies:
+                if term == 0:
+                    new[target].copy_(old[source])
+                else:
+                    combine_piece(new[target], old[source], step.op)
+        for arrival in arrivals:
+            if arrival.term == term and term:
+                assert arrival.flat is not None, "later terms have a buffer"
+                combine_into(arrival.flat, arrival.pieces, step.op)
+    if step.op.reduce_op == "avg":
+        new.div_(step.num_terms)
+
+
+def _views(local: Tensor, message: Message) -> list[Tensor]:
+    return [local[piece] for piece in message.pieces]
