@@ -59,8 +59,7 @@ def start(
         recvs[me].copy_(sends[me])
     messages = [(me, peer, buffer) for peer, buffer in sends.items() if peer != me]
     messages += [(peer, me, buffer) for peer, buffer in recvs.items() if peer != me]
-    # By distance around the ring of ranks: at each distance every rank sends once and receives once.
-    messages.sort(key=lambda message: ((message[1] - message[0]) % world, message[0]))
+    messages.sort(key=lambda message: place(message[0], message[1], world))
     operations = [
         dist.P2POp(dist.isend, _as_bytes(buffer), dst, group, tag)
         if src == me
@@ -79,6 +78,14 @@ def start(
                 work.wait(timeout)
 
     return wait
+
+
+def place(src: int, dst: int, num_ranks: int) -> tuple[int, int]:
+    """Return a message's place in the order that all ranks share.
+
+    By distance around the ring of ranks: at each distance every rank sends once and receives once.
+    """
+    return (dst - src) % num_ranks, src
 
 
 def _nothing() -> None:

@@ -104,7 +104,7 @@ def copy_into(func: Any, out: Any, result: Any) -> None:
     if out.shape != result.shape or not _is_near(into, have):
         raise DeductionError(f"{func}: out is {into}, but the result is {have}.")
     if into.spec is not have.spec:
-        result = torch.ops.hdtensor.redistribute(result, into.spec.id, into.top_sizes)
+        result = torch.ops.hdtensor.redistribute(result, into.spec.id, into.top_sizes, False)
     out._local_tensor.copy_(result._local_tensor)
 
 

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hdtensor.collectives.groups import ensure_groups
 from hdtensor.redistribute import resolve, simulate
@@ -83,3 +84,23 @@ NAMED_PAIRS = [
 def test_execute_on_unlike_subgroups():
     pairs = [(layout_of(src, shape), layout_of(dst, shape)) for src, dst, shape in NAMED_PAIRS]
     run_world(_check_pairs, 8, pairs)
+
+
+def _blocking(operations):
+    """``batch_isend_irecv`` on a transport without tags that does one message after another."""
+    for operation in operations:
+        if operation.op is dist.isend:
+            dist.send(operation.tensor, operation.peer)
+        else:
+            dist.recv(operation.tensor, operation.peer)
+    return []
+
+
+def _check_blocking(rank, pairs):
+    dist.batch_isend_irecv = _blocking
+    _check_pairs(rank, pairs)
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_messages_match_without_tags_one_after_another():
+    run_world(_check_blocking, WORLD_SIZE, sample(any_pairs(num_ranks=WORLD_SIZE), 60))

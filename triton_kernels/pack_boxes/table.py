@@ -53,8 +53,9 @@ WIDE_ADD_TILE_BYTES = 1 << 13
 _CUT_FROM_BYTES = 512
 # A dim is cut into the largest tiles of which no more than this share is empty.
 _EMPTY_SHARE = 1 / 8
-# In a strided innermost dim, so that other levels share its cache lines.
-_STRIDED_BITS = 5
+# log2 of a tile's least extent in level 0, if there is as much, and of its usual one where level 0 is
+# strided: the other levels then share its cache lines.
+_LEAST_BITS = 5
 _NUM_LEVELS = 3
 
 
@@ -130,8 +131,8 @@ def parts_of(layout: Layout) -> tuple[Part, ...]:
     item = layout.itemsize
     strides = (*(stride * item for stride in layout.strides), 1)
     dims = merge_dims((*layout.sizes, item), strides) or [(1, 1)]
-    num_bytes = dims[0][0]
-    if len(dims) > 1 or num_bytes < _CUT_FROM_BYTES:
+    num_bytes, step = dims[0]
+    if len(dims) > 1 or step != 1 or num_bytes < _CUT_FROM_BYTES:
         return (_part(layout, dims, 0),)
     # Where the two sides are shifted, only narrower words are aligned on both.
     word = math.gcd(layout.piece_phase - layout.flat_phase, WIDE_BYTES)
@@ -175,22 +176,25 @@ def _part(layout: Layout, dims: Sequence[tuple[int, int]], start: int) -> Part:
 def _tile_shape(levels: Sequence[tuple[int, int]], num_bits: int) -> tuple[int, int, int]:
     """Return log2 of a tile's extent in each level."""
     (size_0, stride_0), (size_1, _), (size_2, _) = levels
-    bits_0 = _fitting_bits(size_0, num_bits if stride_0 == 1 else _STRIDED_BITS, _STRIDED_BITS)
-    if size_2 == 1:
-        # Nothing else can use the lanes.
-        bits_1 = num_bits - bits_0
-    else:
-        bits_1 = _fitting_bits(size_1, num_bits - bits_0, 0)
+    others = _covering_bits(size_1) + _covering_bits(size_2)
+    most = num_bits if stride_0 == 1 else max(_LEAST_BITS, num_bits - others)
+    bits_0 = _fitting_bits(size_0, most, _LEAST_BITS) if others else num_bits
+    # Lanes that nothing else can use go to the last level with more than one index.
+    bits_1 = _fitting_bits(size_1, num_bits - bits_0, 0) if size_2 > 1 else num_bits - bits_0
     return bits_0, bits_1, num_bits - bits_0 - bits_1
+
+
+def _covering_bits(size: int) -> int:
+    return (size - 1).bit_length()
 
 
 def _fitting_bits(size: int, most: int, least: int) -> int:
     """Return log2 of the largest extent that divides a dim with few empty lanes.
 
     >>> [_fitting_bits(size, 11, 5) for size in (1, 2, 3, 24, 416, 1120, 10**6)]
-    [0, 1, 2, 5, 6, 7, 11]
+    [0, 1, 2, 5, 6, 8, 11]
     """
-    most = min(most, (size - 1).bit_length())
+    most = min(most, _covering_bits(size))
     for num_bits in range(most, min(least, most), -1):
         covered = -(-size >> num_bits) << num_bits
         if covered - size <= covered * _EMPTY_SHARE:
