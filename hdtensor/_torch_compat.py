@@ -44,6 +44,7 @@ __all__ = [
     "dtensor_propagator",
     "group_timeout",
     "in_backward",
+    "keep_in_order",
     "local_binding",
     "new_wrapper",
     "no_torch_function",
@@ -61,6 +62,11 @@ def observe_conversion(src: DTensorSpec, dst: DTensorSpec, text: Callable[[], st
     """Report an implicit conversion to torch's ``ExplicitRedistributionContext``, which may forbid it. (2.13-2.15)"""
     if getattr(ExplicitRedistributionContext._local, "_active", None) is not None:
         ExplicitRedistributionContext.observe_redistribution(src, dst, text())  # type: ignore[arg-type]
+
+
+def keep_in_order(name: str, library: torch.library.Library) -> None:
+    """Have ``torch.compile`` keep all calls of an operator, also without a use, and their order. (2.13-2.15)"""
+    torch.library._register_effectful_op(name, torch.library.EffectType.ORDERED, lib=library)
 
 
 def in_backward() -> bool:

@@ -11,6 +11,7 @@ INK = "#1f2933"
 FAINT = "#6b7680"
 #: Estimated width of a character, in font sizes; on the safe side for the fonts below.
 CHARACTER_WIDTH = 0.6
+SWATCH_OPACITY = 0.62
 _TERMS = (
     '<defs><pattern id="terms" width="8" height="8" patternUnits="userSpaceOnUse">'
     '<path d="M-2 2 L2 -2 M0 8 L8 0 M6 10 L10 6" stroke="#ffffff" stroke-width="1.5"/>'
@@ -103,6 +104,30 @@ def line(points: Sequence[tuple[float, float]], *, stroke: str, width: float = 1
         f'<polyline points="{joined}" fill="none" stroke="{stroke}" stroke-width="{number(width)}" '
         f'stroke-linejoin="round"/>'
     )
+
+
+def arrow(start: tuple[float, float], stop: tuple[float, float], *, stroke: str) -> str:
+    """Return a level line with a head at its end."""
+    (x, y), back = stop, -7 if stop[0] > start[0] else 7
+    head = line([(x + back, y - 4), stop, (x + back, y + 4)], stroke=stroke, width=1.6)
+    return line([start, stop], stroke=stroke, width=1.6) + head
+
+
+def swatch(x: float, y: float, colour: str) -> str:
+    """Return a small square of a colour, for legends."""
+    return rectangle(x, y, 12, 12, fill=colour, opacity=SWATCH_OPACITY)
+
+
+def text_lines(lines: Sequence[str], *, size: float, first: str | None = None) -> Block:
+    """Return lines of text, below a bold one if given."""
+    elements = [] if first is None else [text(0, 12, first, size=13, bold=True)]
+    y = 0.0 if first is None else 17.0
+    for value in lines:
+        elements.append(text(0, y + size, value, size=size))
+        y += size + 4
+    widths = [text_width(value, size) for value in lines]
+    widths += [] if first is None else [text_width(first, 14)]
+    return Block(max(widths), y, tuple(elements))
 
 
 def circle(x: float, y: float, radius: float, *, fill: str, stroke: str) -> str:

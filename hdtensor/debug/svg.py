@@ -19,7 +19,7 @@ from hdtensor.placements.text import as_spec
 
 #: Okabe and Ito's colours, which readers with any colour vision tell apart.
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c7b3f", "#5b3a8c")
-_OPACITIES = (0.62, 0.34)
+_OPACITIES = (canvas.SWATCH_OPACITY, 0.34)
 _LABEL_SIZE = 13.0
 _INDEX_SIZE = 10.0
 _PAGE_WIDTH = 940.0
@@ -80,13 +80,9 @@ def legend(specs: Iterable[HDSpec], colours: Colours) -> Block:
     for ranks in dict.fromkeys(group.ranks for spec in specs for group in spec.subgroups):
         name = f"{'rank' if len(ranks) == 1 else 'ranks'} {checks.ranks_text(ranks)}"
         width = 18 + canvas.text_width(name, 12)
-        mark = _swatch(0, 0, colours[ranks])
+        mark = canvas.swatch(0, 0, colours[ranks])
         entries.append(Block(width, 15, (mark, canvas.text(18, 11, name))))
     return canvas.beside(entries, gap=18, max_width=_PAGE_WIDTH)
-
-
-def _swatch(x: float, y: float, colour: str) -> str:
-    return canvas.rectangle(x, y, 12, 12, fill=colour, opacity=_OPACITIES[0])
 
 
 def spec_block(
@@ -118,7 +114,7 @@ def spec_block(
     sizes = check_top_sizes(spec, shape, top_sizes)
     parts = regions(spec, shape, sizes)
     detail = str(list(shape)) if title is None else f"{spec}  on {list(shape)}"
-    heading = _text_lines([detail], size=11.5, first=title or str(spec))
+    heading = canvas.text_lines([detail], size=11.5, first=title or str(spec))
     shown = _shown_dims(parts, len(shape))
     if shown is None:
         body, remarks = _table(spec, parts, shape, colours), notes(spec, parts)
@@ -129,7 +125,7 @@ def spec_block(
         shown_names = [None if dim is None else names[dim] for dim in shown]
         body = _frames(spec, panels, shown_names, colours, longest)
         remarks = notes(spec, [part for drawn in held for part in drawn])
-    blocks = [heading, body] + ([_text_lines(remarks, size=11)] if remarks else [])
+    blocks = [heading, body] + ([canvas.text_lines(remarks, size=11)] if remarks else [])
     return canvas.below(blocks, gap=8)
 
 
@@ -291,7 +287,7 @@ def _table(
     spec: HDSpec, parts: Sequence[Region], shape: tuple[int, ...], colours: Colours
 ) -> Block:
     if not parts:
-        return _text_lines(["(no elements)"], size=12)
+        return canvas.text_lines(["(no elements)"], size=12)
     slices = [slice_text(part, shape) for part in parts]
     left = 16 * spec.num_subgroups + 4
     middle = left + 14 + max(canvas.text_width(value, 12) for value in slices)
@@ -300,20 +296,8 @@ def _table(
         y = row * 18.0
         for index, group in enumerate(spec.subgroups):
             if not set(group.ranks).isdisjoint(part.ranks):
-                elements.append(_swatch(16 * index, y + 1, colours[group.ranks]))
+                elements.append(canvas.swatch(16 * index, y + 1, colours[group.ranks]))
         elements.append(canvas.text(left, y + 11.5, value))
         elements.append(canvas.text(middle, y + 11.5, part.label))
     width = middle + max(canvas.text_width(part.label, 12) for part in parts)
     return Block(width, 18.0 * len(parts), tuple(elements))
-
-
-def _text_lines(lines: Sequence[str], *, size: float, first: str | None = None) -> Block:
-    """Return lines of text, below a bold one if given."""
-    elements = [] if first is None else [canvas.text(0, 12, first, size=13, bold=True)]
-    y = 0.0 if first is None else 17.0
-    for value in lines:
-        elements.append(canvas.text(0, y + size, value, size=size))
-        y += size + 4
-    widths = [canvas.text_width(value, size) for value in lines]
-    widths += [] if first is None else [canvas.text_width(first, 14)]
-    return Block(max(widths), y, tuple(elements))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._rank import current_rank
-from hdtensor.collectives import observe, split
+from hdtensor.collectives import observe, operators, split
 from hdtensor.collectives.groups import group_of
 from hdtensor.errors import RedistributeError
 from hdtensor.placements import HDSpec, Subgroup
@@ -23,6 +23,7 @@ from hdtensor.redistribute.steps import (
     AllGather,
     AllReduce,
     AllToAll,
+    Collective,
     Ranks,
     RedistributePlan,
     ReduceScatter,
@@ -288,10 +289,13 @@ def _start(job: Job, flat: Tensor, sent: Sequence[int], received: Sequence[int])
     """Start a job's collective on a packed buffer, which may hold other jobs' parts too."""
     # A lazy conjugate or negation must not be sent as the bytes below it.
     flat = flat.resolve_conj().resolve_neg().contiguous()
-    collective, group = job.collective, group_of(job.collective.ranks)
+    collective = job.collective
     if observe.listeners:
         kind = re.sub("(?<=.)([A-Z])", r"_\1", type(collective).__name__).lower()
         observe.notify(kind, collective.ranks, flat.nbytes)
+    if type(flat) is not Tensor:
+        return _start_traced(collective, flat, sent, received)
+    group = group_of(collective.ranks)
     match collective:
         case AllReduce():
             return split.all_reduce(flat, collective.op, len(collective.terms), group)
@@ -303,6 +307,28 @@ def _start(job: Job, flat: Tensor, sent: Sequence[int], received: Sequence[int])
             return split.all_to_all(flat, sent, received, group)
         case _:
             assert_never(collective)
+
+
+def _start_traced(
+    collective: Collective, flat: Tensor, sent: Sequence[int], received: Sequence[int]
+) -> split.Pending:
+    """Put the collective's operator into the graph that is being traced."""
+    ranks = list(collective.ranks)
+    place = ranks.index(current_rank())
+    args: tuple[Any, ...]
+    match collective:
+        case AllReduce(op=op):
+            args = "split_all_reduce", flat, op.reduce_op, len(collective.terms), ranks
+        case ReduceScatter(op=op):
+            args = "split_reduce_scatter", flat, sent, place, op.reduce_op, len(ranks), ranks
+        case AllGather():
+            args = "split_all_gather", flat, received, place, ranks
+        case AllToAll():
+            args = "split_all_to_all", flat, sent, received, ranks
+        case _:
+            assert_never(collective)
+    result = operators.start(*args)
+    return lambda: result
 
 
 def _pack(item: _Item, pieces: Pieces) -> list[Tensor]:

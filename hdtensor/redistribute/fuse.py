@@ -72,6 +72,11 @@ class FusedScheme:
     received: Mapping[tuple[int, int], int]
 
     @property
+    def seconds(self) -> float:
+        """Makespan: the time of the busiest direction of a NIC or of a rank's fast links."""
+        return self.topology.makespan(self.sent, self.received)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that travel between ranks."""
         return sum(self.sent.values())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import Partial
 
-from hdtensor.collectives import observe, p2p
+from hdtensor.collectives import observe, operators, p2p
 from hdtensor.collectives.pack import (
     combine_into,
     combine_piece,
@@ -50,6 +52,10 @@ class _Arrival(NamedTuple):
     flat: Tensor | None
 
 
+#: Writes a message into its pieces, or reduces it into them.
+_Writer: TypeAlias = Callable[[Tensor, Sequence[Tensor], Partial | None], None]
+
+
 def start(
     parcels: Sequence[Parcel], *, reverse: bool = False, timeout: timedelta | None = None
 ) -> Callable[[], None]:
@@ -64,6 +70,8 @@ def start(
         reverse: Whether this is part of a backward pass.
         timeout: How long to wait for a message; default the process group's.
     """
+    if any(type(parcel.old) is not Tensor for parcel in parcels):
+        return _start_traced(parcels, reverse)
     by_size = sorted(range(len(parcels)), key=lambda i: -parcels[i].old.element_size())
     sent: dict[int, list[Tensor]] = {}
     received: dict[int, list[tuple[int, Message]]] = {}
@@ -84,6 +92,52 @@ def start(
         _deliver(parcels, arrivals)
 
     return finish
+
+
+def _start_traced(parcels: Sequence[Parcel], reverse: bool) -> Callable[[], None]:
+    """Put each parcel's messages into the graph that is being traced, as one operator."""
+    results = []
+    for step, old, _ in parcels:
+        flats = [view.reshape(-1) for message in step.sent for view in _views(old, message)]
+        result = operators.start(
+            "send_recv",
+            torch.cat(flats) if flats else old.new_empty(0),
+            [message.peer for message in step.sent],
+            [message.num_elements for message in step.sent],
+            [message.peer for message in step.received],
+            [message.num_elements for message in step.received],
+            reverse,
+        )
+        results.append(result)
+
+    def finish() -> None:
+        arrivals = []
+        for i, (parcel, result) in enumerate(zip(parcels, results, strict=True)):
+            sizes = [message.num_elements for message in parcel.step.received]
+            for message, flat in zip(parcel.step.received, torch.split(result, sizes), strict=True):
+                arrivals.append(_Arrival(i, message.term, _views(parcel.new, message), flat))
+        _deliver(parcels, arrivals, write=_write_traced)
+
+    return finish
+
+
+def _write_traced(flat: Tensor, pieces: Sequence[Tensor], op: Partial | None) -> None:
+    """Write or reduce a message by plain operators."""
+    for piece, part in zip(
+        pieces, torch.split(flat, [piece.numel() for piece in pieces]), strict=True
+    ):
+        if op is None:
+            piece.copy_(part.view(piece.shape))
+        else:
+            combine_piece(piece, part.view(piece.shape), op)
+
+
+def _write(flat: Tensor, pieces: Sequence[Tensor], op: Partial | None) -> None:
+    """Write or reduce a message."""
+    if op is None:
+        unpack(flat, pieces)
+    else:
+        combine_into(flat, pieces, op)
 
 
 def _post(
@@ -113,32 +167,32 @@ def _post(
     return buffers, arrivals
 
 
-def _deliver(parcels: Sequence[Parcel], arrivals: Sequence[_Arrival]) -> None:
+def _deliver(
+    parcels: Sequence[Parcel], arrivals: Sequence[_Arrival], write: _Writer = _write
+) -> None:
     """Write what arrived, the first terms before the others."""
-    plain = [a for a in arrivals if a.term == 0 and a.flat is not None]
-    for arrival in plain:
-        assert arrival.flat is not None
-        unpack(arrival.flat, arrival.pieces)
+    for arrival in arrivals:
+        if arrival.term == 0 and arrival.flat is not None:
+            write(arrival.flat, arrival.pieces, None)
     for i, parcel in enumerate(parcels):
         if parcel.step.op is not None:
-            _reduce(parcel, [a for a in arrivals if a.parcel == i])
+            _reduce(parcel, [a for a in arrivals if a.parcel == i], write)
 
 
-def _reduce(parcel: Parcel, arrivals: Sequence[_Arrival]) -> None:
+def _reduce(parcel: Parcel, arrivals: Sequence[_Arrival], write: _Writer) -> None:
     """Reduce a parcel's terms into its new local tensor, in the order of the terms."""
     step, old, new = parcel
     assert step.op is not None, "only a reduction has terms"
     for term in range(step.num_terms):
-        if term == step.own_term:
-            for target, source in step.copies:
-                if term == 0:
-                    new[target].copy_(old[source])
-                else:
-                    combine_piece(new[target], old[source], step.op)
+        for target, source in step.copies if term == step.own_term else ():
+            if term:
+                combine_piece(new[target], old[source], step.op)
+            else:
+                new[target].copy_(old[source])
         for arrival in arrivals:
             if arrival.term == term and term:
                 assert arrival.flat is not None, "later terms have a buffer"
-                combine_into(arrival.flat, arrival.pieces, step.op)
+                write(arrival.flat, arrival.pieces, step.op)
     if step.op.reduce_op == "avg":
         new.div_(step.num_terms)
 

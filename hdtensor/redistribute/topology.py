@@ -305,11 +305,34 @@ class Topology:
     def seconds_per_byte(self, src: int, dst: int) -> tuple[float, float]:
         """Return how long one byte keeps the sender's and the receiver's side of a link busy."""
         link = self.link(src, dst)
-        out, into = self.bandwidth(src), self.bandwidth(dst)
+        return self._seconds(src, link)[0], self._seconds(dst, link)[1]
+
+    def makespan(
+        self, sent: Mapping[tuple[int, int], int], received: Mapping[tuple[int, int], int]
+    ) -> float:
+        """Return the seconds of the busiest direction of a NIC, or of a rank's links inside its node.
+
+        Everything is taken to overlap perfectly; links inside a node share the rank's bandwidth.
+
+        Args:
+            sent: (rank, class of links) -> bytes.
+            received: (rank, class of links) -> bytes.
+        """
+        busy: dict[tuple[int, bool, int], float] = {}
+        for direction, counts in enumerate((sent, received)):
+            for (rank, link), num_bytes in counts.items():
+                key = (rank, link == self.network, direction)
+                seconds = num_bytes * self._seconds(rank, link)[direction]
+                busy[key] = busy.get(key, 0.0) + seconds
+        return max(busy.values(), default=0.0)
+
+    def _seconds(self, rank: int, link: int) -> tuple[float, float]:
+        """Return how long a byte takes out of a rank and into it, over a class of links."""
+        rates = self.bandwidth(rank)
         if link == self.network:
-            return 1 / out.nic_out, 1 / into.nic_in
+            return 1 / rates.nic_out, 1 / rates.nic_in
         slower = self.bytes_per_s[0] / self.bytes_per_s[link]
-        return slower / out.fast_out, slower / into.fast_in
+        return slower / rates.fast_out, slower / rates.fast_in
 
 
 UNIFORM = Topology()

@@ -31,9 +31,11 @@ def _check_forbidden(rank):
     x = hd.distribute_tensor(torch.ones(4, 4), "R / 0,1:S0 2:R")
     assert x.softmax(0).spec == hd.HDSpec.from_text("R / 0,1:R 2:R")
     for _ in range(2):
-        with ExplicitRedistributionContext(strict=True):
-            with pytest.raises(RuntimeError, match=r"implicit redistribution inside \[0, 1\]"):
-                x.softmax(0)
+        with (
+            ExplicitRedistributionContext(strict=True),
+            pytest.raises(RuntimeError, match=r"implicit redistribution inside \[0, 1\]"),
+        ):
+            x.softmax(0)
 
 
 @pytest.mark.dist(4)

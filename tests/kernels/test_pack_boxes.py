@@ -148,6 +148,14 @@ def test_pack_joins_the_bytes_of_the_pieces(act, boxes):
     check_pack(act, boxes)
 
 
+@given(boxes=box_lists(DTYPES, can_expand=True))
+def test_large_pieces_are_packed_by_copies_of_their_own(boxes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(foreach, "_SMALL_BYTES", 0)
+        patch.setattr(foreach, "_LARGE_BYTES", 64)
+        check_pack(pack, boxes)
+
+
 @given(boxes=box_lists(DTYPES))
 def test_unpack_equals_the_definition_and_writes_nothing_else(boxes):
     check_unpack(unpack, reference.unpack, boxes)
@@ -207,7 +215,7 @@ def test_lazy_conjugates_and_negatives_are_packed_resolved():
 @pytest.mark.parametrize("act", [unpack, unpack_add])
 def test_lazy_conjugates_and_negatives_are_not_written_to(act):
     z = torch.zeros(5, dtype=torch.complex64)
-    with pytest.raises(ValueError, match="piece 0 is a lazy conjugate .* write to its base"):
+    with pytest.raises(ValueError, match=r"piece 0 is a lazy conjugate .* write to its base"):
         act(torch.zeros(40, dtype=torch.uint8), [z.conj()])
     with pytest.raises(ValueError, match="piece 0 is a lazy conjugate or negative"):
         act(torch.zeros(20, dtype=torch.uint8), [z.conj().imag])
@@ -266,7 +274,7 @@ def test_a_message_has_the_bytes_of_its_pieces():
 def test_places_are_aligned():
     pieces = [torch.zeros(3, dtype=torch.uint8), torch.zeros(2)]
     with pytest.raises(
-        ValueError, match="piece 1 of torch.float32 .* begins at byte 3 .* descending itemsize"
+        ValueError, match=r"piece 1 of torch.float32 .* begins at byte 3 .* descending itemsize"
     ):
         pack(pieces, torch.zeros(11, dtype=torch.uint8))
     buffer = torch.zeros(20, dtype=torch.uint8)
@@ -331,11 +339,12 @@ def test_merged_dims_have_the_same_elements_in_the_same_order(dims):
     dtype=st.sampled_from(DTYPES),
     phases=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     gap=st.integers(0, 40),
+    step=st.sampled_from([1, 1, 2, 7]),
 )
-def test_parts_cover_a_piece_in_aligned_words(shape, dtype, phases, gap):
+def test_parts_cover_a_piece_in_aligned_words(shape, dtype, phases, gap, step):
     item = dtype.itemsize
-    row = shape[-1] + gap
-    strides = [row * math.prod(shape[dim + 1 : -1]) for dim in range(len(shape) - 1)] + [1]
+    row = shape[-1] * step + gap
+    strides = [row * math.prod(shape[dim + 1 : -1]) for dim in range(len(shape) - 1)] + [step]
     piece_phase, flat_phase = (phase * item % 16 for phase in phases)
     layout = table.Layout(tuple(shape), tuple(strides), item, piece_phase, flat_phase, None)
     position = 0

@@ -32,7 +32,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import foreach, reference
+from . import foreach
 
 
 __all__ = ["pack", "unpack", "unpack_add"]
@@ -127,7 +127,7 @@ def _offsets(pieces: Sequence[Tensor], flat: Tensor) -> list[int]:
         )
     first = flat.data_ptr()
     # torch looks at the offset in the storage where it views bytes as another dtype.
-    base = first | flat.storage_offset()
+    base = first | int(flat.storage_offset())
     last = first + num_bytes
     for index, (piece, offset, size) in enumerate(zip(pieces, offsets, sizes, strict=True)):
         if piece.device != flat.device:

@@ -3,13 +3,14 @@
 ====================  ============================================================================
 pack, contiguous      ``torch.cat`` of all neighbours of one dtype: a memcpy each, in one call
 pack, small strided   made contiguous first, then as above: its second copy stays in the cache
-pack, large strided   a copy to a view of the message, so that nothing is copied twice
+pack, large           a copy to a view of the message, in wide words where it is strided
 unpack, unpack_add    ``torch._foreach_copy_`` and ``torch._foreach_add_`` of all neighbours of
                       one dtype
 ====================  ============================================================================
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -19,6 +20,15 @@ from torch import Tensor
 # Up to here a strided piece is cheaper copied twice than once with views of its own: a copy in the
 # cache costs less than the views, a microsecond or two.
 _SMALL_BYTES = 1 << 14
+# From here on a copy of its own is faster than a share of ``torch.cat``, by some percent.
+_LARGE_BYTES = 1 << 20
+_WORDS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
 
 
 def pack(pieces: Sequence[Tensor], offsets: Sequence[int], out: Tensor) -> None:
@@ -53,15 +63,26 @@ def _pack_group(pieces: Sequence[Tensor], segment: Tensor) -> None:
     start = position = 0
     waiting: list[Tensor] = []
     for piece in pieces:
-        if piece.is_contiguous() or piece.nbytes <= _SMALL_BYTES:
-            waiting.append(piece.ravel())
+        if piece.nbytes <= (_LARGE_BYTES if piece.is_contiguous() else _SMALL_BYTES):
+            # A view less where the piece is a row already, here and below.
+            waiting.append(piece if piece.dim() == 1 else piece.ravel())
             position += piece.numel()
             continue
         _join(waiting, segment[start:position])
         start = position + piece.numel()
-        segment[position:start].view(piece.shape).copy_(piece)
+        _copy_in_words(segment[position:start].view(piece.shape), piece)
         waiting, position = [], start
     _join(waiting, segment[start:position])
+
+
+def _copy_in_words(out: Tensor, piece: Tensor) -> None:
+    """Copy in the widest words that both consist of: a tenth faster for rows of narrow ones."""
+    if piece.stride(-1) == 1 and not piece.is_contiguous():
+        *strides, _ = piece.stride()
+        parts = (*strides, piece.shape[-1], piece.storage_offset(), out.storage_offset())
+        word = _WORDS[math.gcd(16, *(part * piece.itemsize for part in parts))]
+        piece, out = piece.view(word), out.view(word)
+    out.copy_(piece)
 
 
 def _join(rows: list[Tensor], out: Tensor) -> None:
@@ -79,12 +100,8 @@ def _for_each_group(
 ) -> None:
     for group, segment in _groups(pieces, offsets, flat):
         parts = segment.split_with_sizes([piece.numel() for piece in group])
-        dst, src = [], []
-        for piece, part in zip(group, parts, strict=True):
-            if piece.is_contiguous():
-                dst.append(piece.view(-1))
-                src.append(part)
-            else:
-                dst.append(piece)
-                src.append(part.view(piece.shape))
-        act(dst, src)
+        shaped = [
+            part if piece.dim() == 1 else part.view(piece.shape)
+            for piece, part in zip(group, parts, strict=True)
+        ]
+        act(group, shaped)

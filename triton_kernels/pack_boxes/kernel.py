@@ -41,8 +41,8 @@ NARROW_WORDS = tl.constexpr(table.NARROW_TILE_WORDS)
 COPY_WORDS = tl.constexpr(table.WIDE_COPY_TILE_BYTES // 8)
 ADD_BYTES = tl.constexpr(table.WIDE_ADD_TILE_BYTES)
 
-# The kind of a part that is added: twice the place of its dtype here, plus one if it is wide. The
-# numbers of a complex dtype are its real and imaginary parts, and unsigned sums are signed ones.
+# In the order of `_add_part`. The numbers of a complex dtype are its real and imaginary parts, and
+# unsigned sums are signed ones.
 _NUMBERS = (
     (torch.float32, torch.complex64),
     (torch.bfloat16,),
@@ -63,7 +63,9 @@ _KEPT_TABLES = 32
 
 
 @triton.jit
-def _places(fields_ptr, outer_ptr, tile, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK_B: tl.constexpr):
+def _places(
+    fields_ptr, outer_ptr, tile, WORD: tl.constexpr, UNIT: tl.constexpr, BLOCK_B: tl.constexpr
+):
     """Pointers to the tile's words in the piece [B] and in the message [B], and their mask [B].
 
     UNIT words lie together and aligned on both sides.
@@ -172,6 +174,44 @@ def _add(fields_ptr, outer_ptr, tile, is_wide, NUMBER: tl.constexpr):
         _add_numbers(fields_ptr, outer_ptr, tile, NUMBER, 1, NARROW_WORDS)
 
 
+@triton.jit
+def _copy_part(fields_ptr, outer_ptr, tile, kind, ACTION: tl.constexpr):
+    """The kind of a part that is copied is its word in bytes; 16 are two words of 8."""
+    if kind == 16:
+        _copy(fields_ptr, outer_ptr, tile, tl.int64, 2, COPY_WORDS, ACTION)
+    elif kind == 8:
+        _copy(fields_ptr, outer_ptr, tile, tl.int64, 1, NARROW_WORDS, ACTION)
+    elif kind == 4:
+        _copy(fields_ptr, outer_ptr, tile, tl.int32, 1, NARROW_WORDS, ACTION)
+    elif kind == 2:
+        _copy(fields_ptr, outer_ptr, tile, tl.int16, 1, NARROW_WORDS, ACTION)
+    else:
+        _copy(fields_ptr, outer_ptr, tile, tl.int8, 1, NARROW_WORDS, ACTION)
+
+
+@triton.jit
+def _add_part(fields_ptr, outer_ptr, tile, kind):
+    """The kind of a part that is added is twice the place of its number, plus one if it is wide."""
+    is_wide = kind % 2 == 1
+    number = kind // 2
+    if number == 0:
+        _add(fields_ptr, outer_ptr, tile, is_wide, tl.float32)
+    elif number == 1:
+        _add(fields_ptr, outer_ptr, tile, is_wide, tl.bfloat16)
+    elif number == 2:
+        _add(fields_ptr, outer_ptr, tile, is_wide, tl.float16)
+    elif number == 3:
+        _add(fields_ptr, outer_ptr, tile, is_wide, tl.float64)
+    elif number == 4:
+        _add(fields_ptr, outer_ptr, tile, is_wide, tl.int64)
+    elif number == 5:
+        _add(fields_ptr, outer_ptr, tile, is_wide, tl.int32)
+    elif number == 6:
+        _add(fields_ptr, outer_ptr, tile, is_wide, tl.int16)
+    else:
+        _add(fields_ptr, outer_ptr, tile, is_wide, tl.int8)
+
+
 @triton.jit(do_not_specialize=["num_parts", "num_tiles", "tiles_per_program"])
 def pack_boxes_kernel(
     table_ptr,
@@ -199,36 +239,9 @@ def pack_boxes_kernel(
         tile = (index - begin).to(tl.uint32)
         kind = tl.load(fields_ptr + KIND)
         if ACTION == ADD:
-            is_wide = kind % 2 == 1
-            number = kind // 2
-            if number == 0:
-                _add(fields_ptr, outer_ptr, tile, is_wide, tl.float32)
-            elif number == 1:
-                _add(fields_ptr, outer_ptr, tile, is_wide, tl.bfloat16)
-            elif number == 2:
-                _add(fields_ptr, outer_ptr, tile, is_wide, tl.float16)
-            elif number == 3:
-                _add(fields_ptr, outer_ptr, tile, is_wide, tl.float64)
-            elif number == 4:
-                _add(fields_ptr, outer_ptr, tile, is_wide, tl.int64)
-            elif number == 5:
-                _add(fields_ptr, outer_ptr, tile, is_wide, tl.int32)
-            elif number == 6:
-                _add(fields_ptr, outer_ptr, tile, is_wide, tl.int16)
-            else:
-                _add(fields_ptr, outer_ptr, tile, is_wide, tl.int8)
+            _add_part(fields_ptr, outer_ptr, tile, kind)
         else:
-            # The kind of a part that is copied: its word, 16 bytes being two words of 8.
-            if kind == 16:
-                _copy(fields_ptr, outer_ptr, tile, tl.int64, 2, COPY_WORDS, ACTION)
-            elif kind == 8:
-                _copy(fields_ptr, outer_ptr, tile, tl.int64, 1, NARROW_WORDS, ACTION)
-            elif kind == 4:
-                _copy(fields_ptr, outer_ptr, tile, tl.int32, 1, NARROW_WORDS, ACTION)
-            elif kind == 2:
-                _copy(fields_ptr, outer_ptr, tile, tl.int16, 1, NARROW_WORDS, ACTION)
-            else:
-                _copy(fields_ptr, outer_ptr, tile, tl.int8, 1, NARROW_WORDS, ACTION)
+            _copy_part(fields_ptr, outer_ptr, tile, kind, ACTION)
 
 
 def pack(pieces: Sequence[Tensor], offsets: Sequence[int], out: Tensor) -> None:

@@ -1,0 +1,179 @@
+"""The command line, ``python -m hdtensor <command>``: what can be known without any process group.
+
+======================  ================================================================
+command                 what it prints
+======================  ================================================================
+``hdtensor explain``    how a tensor gets from one spec to another, and what that costs
+======================  ================================================================
+
+Whatever the user gets wrong is one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+
+from hdtensor.collectives.split import check_reducible
+from hdtensor.debug.transfers import write_transfer_picture
+from hdtensor.errors import HDTensorError
+from hdtensor.placements import HDSpec
+from hdtensor.redistribute import explain, resolve
+from hdtensor.redistribute.topology import UNIFORM, Topology
+
+
+#: What ``ArgumentParser.add_subparsers`` returns.
+Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
+
+_SHORT_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "fp64": "float64",
+    "f64": "float64",
+}
+
+_EXAMPLE = """example:
+  hdtensor explain --src 'S0 / 0-3:S1 4,5:R' --dst 'R / 0-5:S0' --shape 4096,4096 --dtype bf16
+
+A spec is `top / ranks:placements ...`: S0[3:1] cuts dim 0 three to one, R copies, P sums;
+0-3(2x2):S0,R is a mesh of 2 x 2 with a placement for each axis."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {_one_line(message)}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Without the program's name; default those of the process.
+
+    Returns:
+        Exit code: 0, or 2 for an error of the user, or 1 if nobody reads the output.
+
+    Raises:
+        SystemExit: With code 2 if the arguments are not a command's.
+    """
+    parser = _Parser(prog="hdtensor", description="Look at plans without running them.")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for add in COMMANDS:
+        add(commands)
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end, and must not fail then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (HDTensorError, OSError) as error:
+        sys.stderr.write(f"hdtensor {options.command}: error: {_one_line(str(error))}\n")
+        return 2
+    return 0
+
+
+def add_explain(commands: Commands) -> None:
+    """Add ``hdtensor explain``."""
+    parser = commands.add_parser(
+        "explain",
+        help="how a tensor gets from one spec to another",
+        description="Print the steps of a redistribute, who sends what to whom, bytes by link, "
+        "estimated seconds and peak memory.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--src", required=True, metavar="SPEC", help="the spec before")
+    parser.add_argument("--dst", required=True, metavar="SPEC", help="the spec after")
+    parser.add_argument(
+        "--shape", required=True, type=_extents, metavar="N,N", help="global shape; '' for 0-d"
+    )
+    parser.add_argument(
+        "--dtype", default=torch.float32, type=_dtype, help="such as bf16; default float32"
+    )
+    for side in ("src", "dst"):
+        parser.add_argument(
+            f"--{side}-top-sizes",
+            type=_extents,
+            metavar="N,N",
+            help=f"exact extents of the blocks of {side}; default as the spec cuts",
+        )
+    links = parser.add_mutually_exclusive_group()
+    links.add_argument("--topology", metavar="FILE", help="a topology as JSON")
+    links.add_argument(
+        "--ranks-per-node", type=_positive, metavar="N", help="nodes of N consecutive ranks"
+    )
+    parser.add_argument("--svg", metavar="FILE", help="also draw a picture")
+    parser.set_defaults(run=_explain)
+
+
+def _explain(options: argparse.Namespace) -> None:
+    src, dst = HDSpec.from_text(options.src), HDSpec.from_text(options.dst)
+    topology = _topology(options, 1 + max(*src.ranks, *dst.ranks))
+    plan = resolve(
+        src,
+        dst,
+        options.shape,
+        src_top_sizes=options.src_top_sizes,
+        dst_top_sizes=options.dst_top_sizes,
+        topology=topology,
+    )
+    for op in plan.reductions:
+        check_reducible(op, options.dtype)
+    text = explain(plan, dtype=options.dtype, topology=topology)
+    if options.svg is not None:
+        write_transfer_picture(options.svg, plan, dtype=options.dtype, topology=topology)
+    sys.stdout.write(f"{text}\n")
+
+
+def _topology(options: argparse.Namespace, num_ranks: int) -> Topology:
+    if options.topology is not None:
+        return Topology.load(options.topology)
+    if options.ranks_per_node is not None:
+        return Topology.of_nodes(options.ranks_per_node, num_ranks)
+    return UNIFORM
+
+
+def _extents(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if not all(_is_number(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 4096,4096")
+    return tuple(map(int, parts))
+
+
+def _positive(text: str) -> int:
+    if not _is_number(text) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 18
+
+
+def _dtype(text: str) -> torch.dtype:
+    name = text.removeprefix("torch.")
+    found: Any = getattr(torch, _SHORT_DTYPES.get(name, name), None)
+    if not isinstance(found, torch.dtype):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype such as bfloat16 or bf16")
+    return found
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
+
+
+#: What adds each command, in the order of the help.
+COMMANDS: tuple[Callable[[Commands], None], ...] = (add_explain,)
