@@ -22,6 +22,7 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import random
 import re
 import statistics
 import sys
@@ -103,15 +104,14 @@ class Timer:
     def medians(self, candidates: Mapping[str, Candidate]) -> dict[str, float]:
         """Return each candidate's seconds a call; their blocks take turns.
 
-        Each repeat begins with another one: what runs before leaves the caches unlike.
+        Each repeat has another order: what ran before has left the caches unlike.
         """
         for run in candidates.values():
             run()
         seconds: dict[str, list[float]] = {name: [] for name in candidates}
-        names = list(candidates)
-        for repeat in range(self.repeats):
-            first = repeat % len(names)
-            for name in names[first:] + names[:first]:
+        order = random.Random(0)
+        for _ in range(self.repeats):
+            for name in order.sample(list(candidates), len(candidates)):
                 seconds[name].append(self._block(candidates[name]) / self.number)
         return {name: statistics.median(each) for name, each in seconds.items()}
 
@@ -305,7 +305,7 @@ def main() -> int:
     is_gpu = device.type == "cuda"
     if is_gpu:
         importlib.import_module("triton")  # without it the kernel would not be what is measured
-    timer = Timer(device=device, repeats=3 if options.quick else 15, number=5 if is_gpu else 1)
+    timer = Timer(device=device, repeats=3 if options.quick else 25, number=5 if is_gpu else 1)
 
     start = time.monotonic()
     num_layers = options.layers or _num_layers(device)

@@ -6,13 +6,14 @@ A tensor is cut twice: across *subgroups* of ranks (top tier) and inside each su
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from hdtensor import debug, ops
+from hdtensor import debug, elastic, ops
 from hdtensor._rank import as_rank, current_rank
 from hdtensor.api.collect import full_tensor, item
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import from_dtensor, from_local
 from hdtensor.api.parallelize import distribute_batch, no_sync, parallelize, sync_gradients
+from hdtensor.elastic import plan_switch, switch, switch_tensors
 from hdtensor.errors import (
     DeductionError,
     DisagreementError,
@@ -22,10 +23,13 @@ from hdtensor.errors import (
     PlanError,
     RedistributeError,
     SpecError,
+    SwitchError,
+    TopologyError,
 )
 from hdtensor.placements import Box, HDSpec, Subgroup
 from hdtensor.plan import AnnotationPlan
 from hdtensor.redistribute import RedistributePlan, explain, resolve, simulate
+from hdtensor.redistribute.topology import Topology
 from hdtensor.tensor import HDTensor
 
 
@@ -47,11 +51,15 @@ __all__ = [
     "Shard",
     "SpecError",
     "Subgroup",
+    "SwitchError",
+    "Topology",
+    "TopologyError",
     "as_rank",
     "current_rank",
     "debug",
     "distribute_batch",
     "distribute_tensor",
+    "elastic",
     "explain",
     "from_dtensor",
     "from_local",
@@ -61,7 +69,10 @@ __all__ = [
     "no_sync",
     "ops",
     "parallelize",
+    "plan_switch",
     "resolve",
     "simulate",
+    "switch",
+    "switch_tensors",
     "sync_gradients",
 ]

@@ -42,4 +42,16 @@ class TopologyError(HDTensorError, ValueError):
 
 
 class SwitchError(HDTensorError, RuntimeError):
-    """A switch of plans did not come to its end; the message says what each rank holds now."""
+    """A switch of plans did not come to its end; the message says what holds now.
+
+    Attributes:
+        moved: Names of the tensors that are in the new plan.
+        left: Names of those in the old one, where some are in the new.
+    """
+
+    def __init__(
+        self, message: str, *, moved: tuple[str, ...] = (), left: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.moved = moved
+        self.left = left

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from torch.distributed.tensor import Replicate, Shard
 
-from hdtensor.debug import canvas
+from hdtensor.debug import canvas, transfer_svg
 from hdtensor.debug.svg import legend, spec_block, subgroup_colours
 from hdtensor.placements import HDSpec, Subgroup
+from hdtensor.redistribute import resolve
+from hdtensor.redistribute.topology import Topology
 
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "figures"
@@ -41,7 +43,38 @@ def two_tiers() -> str:
     )
 
 
-FIGURES: dict[str, Callable[[], str]] = {"two_tiers.svg": two_tiers}
+def bottom_steps() -> str:
+    """Reduce-scatter, all-gather and all-reduce, each inside one subgroup (Fig. 8)."""
+    plan = resolve("S0 / 0,1:P 2,3:S1 4,5:P", "S0 / 0,1:S1 2,3:R 4,5:R", (6, 4))
+    return transfer_svg(plan, title="Bottom steps: each subgroup by itself")
+
+
+def split_all_reduce() -> str:
+    """SplitAllReduce: one all-reduce for each cell (Fig. 9)."""
+    plan = resolve("P / 0,1:S1 2:R", "R / 0,1:S1 2:R", (4, 4))
+    return transfer_svg(plan, title="A top step: one collective for each group of holders")
+
+
+def both_tiers() -> str:
+    """A reduce-scatter inside one subgroup, then SplitAllGather (Fig. 10)."""
+    plan = resolve("S0 / 0,1:P 2:R", "R / 0,1:S1 2:R", (4, 4))
+    return transfer_svg(plan, title="Bottom first, then the top")
+
+
+def batched_send_receive() -> str:
+    """Each rank gets its cells from the nearest owner that has sent least (Fig. 11)."""
+    topology = Topology.of_nodes(8, 16)
+    plan = resolve("S0 / 1,2:R 9:R", "R / 1,3-5:S0 8:R", (8, 4), topology=topology)
+    return transfer_svg(plan, topology=topology, title="Batched send-receive on two nodes of eight")
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "two_tiers.svg": two_tiers,
+    "bottom_steps.svg": bottom_steps,
+    "split_all_reduce.svg": split_all_reduce,
+    "both_tiers.svg": both_tiers,
+    "batched_send_receive.svg": batched_send_receive,
+}
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Partial
+from torch.utils.hooks import RemovableHandle
 
 from hdtensor._rank import is_played
 from hdtensor._torch_compat import new_wrapper
@@ -37,14 +38,22 @@ class ParallelState:
     Attributes:
         plan: The expanded plan.
         sync: Brings gradients home.
+        patterns: The user's rules for parameter names.
+        use_regions: Whether local modules may run on plain tensors.
         regions: Modules that run as a whole, see ``api.regions``.
+        hooks: The plan's redistribute points.
         is_batch_checked: Whether a batch was compared over all ranks.
+        depth: How many calls of the model's forward are running.
     """
 
     plan: ExpandedPlan
     sync: GradientSync
+    patterns: tuple[Pattern | tuple[str, str], ...] = ()
+    use_regions: bool = True
     regions: list[regions.Region] = field(default_factory=list)
+    hooks: list[RemovableHandle] = field(default_factory=list)
     is_batch_checked: bool = False
+    depth: int = 0
 
 
 _states: weakref.WeakKeyDictionary[nn.Module, ParallelState] = weakref.WeakKeyDictionary()
@@ -93,17 +102,58 @@ def parallelize(
     description = ModelDescription.from_module(model)
     expanded = plan.expand(description, patterns)
     _check(expanded, model, src_data_rank)
+    prepare_plan(model, expanded)
     was_meta = _distribute_parameters(model, expanded, _device(device), src_data_rank)
-    _prepare_gradient_groups(model, expanded)
-    state = ParallelState(expanded, GradientSync(p for p in model.parameters()))
+    sync = GradientSync(p for p in model.parameters())
+    state = ParallelState(expanded, sync, tuple(patterns), use_regions)
     _states[model] = state
     if was_meta:
         _initialize(model, _device(device))
-    _place_points(model, expanded)
-    _accept_plain(model)
-    if use_regions:
-        state.regions = regions.install(model, description, state.sync)
+    _accept_plain(model, state)
+    _install(model, state)
     return model
+
+
+def prepare_plan(model: nn.Module, plan: ExpandedPlan) -> None:
+    """Create all process groups that a model needs under a plan; every rank of the world calls it.
+
+    Raises:
+        PlanError: If the plan does not fit the model or the world, or needs what does not exist yet.
+    """
+    _check_supported(plan)
+    if not dist.is_initialized() or is_played():
+        return
+    plan.check(world_size=dist.get_world_size())
+    prepare_groups(plan.inputs, plan.labels, *plan.tensors.values())
+    rank_sets: set[tuple[int, ...]] = set()
+    for name, parameter in model.named_parameters():
+        bound = BoundSpec.bind(plan.tensors[name], parameter.shape, None, parameter.dtype)
+        pending = bound.with_spec(bound.spec.replace(top=Partial()))
+        rank_sets |= set(gradient_plan(pending, bound).rank_sets())
+    groups.ensure_groups(sorted(rank_sets), plan.inputs.subgroups)
+
+
+def replace_plan(model: nn.Module, plan: ExpandedPlan) -> None:
+    """Have a parallelized model follow another plan, whose specs its parameters have already.
+
+    ``prepare_plan`` must have been called. ``elastic.switch`` moves the parameters in between.
+    """
+    state = state_of(model)
+    for hook in state.hooks:
+        hook.remove()
+    for region in state.regions:
+        region.remove()
+    state.plan = plan
+    state.is_batch_checked = False
+    _install(model, state)
+
+
+def _install(model: nn.Module, state: ParallelState) -> None:
+    """Place what depends on the plan: redistribute points, and regions inside of them."""
+    state.hooks = _place_points(model, state.plan)
+    if state.use_regions:
+        description = ModelDescription.from_module(model)
+        state.regions = regions.install(model, description, state.sync)
 
 
 def state_of(model: nn.Module) -> ParallelState:
@@ -193,7 +243,7 @@ def sync_gradients(model: nn.Module) -> None:
 # -- checks ------------------------------------------------------------------------------------------------------
 
 
-def _check(plan: ExpandedPlan, model: nn.Module, src_data_rank: int | None) -> None:
+def _check_supported(plan: ExpandedPlan) -> None:
     stages = [p for p in plan.points if p.kind == "stage"]
     if stages:
         raise PlanError(
@@ -202,6 +252,10 @@ def _check(plan: ExpandedPlan, model: nn.Module, src_data_rank: int | None) -> N
         )
     if plan.zero:
         raise PlanError(f"zero: ZeRO-{plan.zero} is not executed by this version; use zero 0.")
+
+
+def _check(plan: ExpandedPlan, model: nn.Module, src_data_rank: int | None) -> None:
+    _check_supported(plan)
     if not dist.is_initialized() or is_played():
         return
     plan.check(world_size=dist.get_world_size())
@@ -246,7 +300,6 @@ def _distribute_parameters(
     model: nn.Module, plan: ExpandedPlan, device: torch.device, src_data_rank: int | None
 ) -> bool:
     """Replace every parameter by its shard; return whether the model was on the meta device."""
-    prepare_groups(plan.inputs, plan.labels, *plan.tensors.values())
     replaced: dict[int, nn.Parameter] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     was_meta = False
@@ -300,28 +353,19 @@ def _initialize(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def _prepare_gradient_groups(model: nn.Module, plan: ExpandedPlan) -> None:
-    """Create the groups that bringing gradients home needs, on every rank, before any rank skips a module."""
-    if not dist.is_initialized() or is_played():
-        return
-    rank_sets: set[tuple[int, ...]] = set()
-    for parameter in model.parameters():
-        bound: BoundSpec = parameter._spec  # type: ignore[attr-defined]
-        pending = bound.with_spec(bound.spec.replace(top=Partial()))
-        rank_sets |= set(gradient_plan(pending, bound).rank_sets())
-    groups.ensure_groups(sorted(rank_sets), plan.inputs.subgroups)
-
-
 # -- points ----------------------------------------------------------------------------------------------------------
 
 
-def _place_points(model: nn.Module, plan: ExpandedPlan) -> None:
+def _place_points(model: nn.Module, plan: ExpandedPlan) -> list[RemovableHandle]:
+    hooks = []
     for point in plan.points:
         module = model.get_submodule(point.module)
         if point.side == "output":
-            module.register_forward_hook(_redistribute_output)
+            hooks.append(module.register_forward_hook(_redistribute_output))
         else:
-            module.register_forward_pre_hook(_redistribute_inputs, with_kwargs=True)
+            pre = module.register_forward_pre_hook(_redistribute_inputs, with_kwargs=True)
+            hooks.append(pre)
+    return hooks
 
 
 def is_own_hook(hook: Any) -> bool:
@@ -337,12 +381,16 @@ def _redistribute_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return points.reduce_input_gradients(args, kwargs)
 
 
-def _accept_plain(model: nn.Module) -> None:
+def _accept_plain(model: nn.Module, state: ParallelState) -> None:
     forward = model.forward
 
     @functools.wraps(forward)
     def accepting(*args: Any, **kwargs: Any) -> Any:
-        with implicit_replication():
-            return forward(*args, **kwargs)
+        state.depth += 1
+        try:
+            with implicit_replication():
+                return forward(*args, **kwargs)
+        finally:
+            state.depth -= 1
 
     model.forward = accepting

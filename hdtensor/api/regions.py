@@ -111,6 +111,16 @@ class Region:
         self._has_hooks = False
         module.forward = self
 
+    def remove(self) -> None:
+        """Give the module its own forward back; its parameters forget that they were skipped."""
+        for parameter in self._parameters():
+            if parameter.grad is not None or hasattr(
+                parameter, "_skips"
+            ):  # makes an empty gradient, if one is due
+                with contextlib.suppress(AttributeError):
+                    del parameter._skips
+        self.module.forward = self.forward
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module in the best way known for these inputs."""
         if _suspended[0] or torch.compiler.is_compiling() or self._is_hooked():

@@ -75,7 +75,7 @@ def ensure_groups(rank_sets: Iterable[Sequence[int]], subgroups: Iterable[Subgro
             f"Start more processes, or use a plan for {size} of them."
         )
     _check_agreement(missing)
-    timeout = group_timeout(cache.world, _device_type())
+    timeout = group_timeout(cache.world, device_type())
     for ranks in missing:
         in_order = list(ranks) == sorted(ranks)
         group = dist.new_group(list(ranks), timeout=timeout, sort_ranks=in_order)
@@ -111,8 +111,8 @@ def ensure_channels() -> None:
     """
     cache = _cache("create a channel")
     if cache.reverse is None:
-        timeout = group_timeout(cache.world, _device_type())
-        has_tags = _device_type() == "cpu"
+        timeout = group_timeout(cache.world, device_type())
+        has_tags = device_type() == "cpu"
         cache.reverse = cache.world if has_tags else dist.new_group(timeout=timeout)
 
 
@@ -199,7 +199,7 @@ def _make_mesh(cache: _Cache, subgroup: Subgroup) -> DeviceMesh:
     names = tuple(f"axis{a}" for a in range(len(mesh_shape)))
     rank = dist.get_rank()
     if rank not in ranks:
-        return DeviceMesh(_device_type(), grid, mesh_dim_names=names, _init_backend=False)
+        return DeviceMesh(device_type(), grid, mesh_dim_names=names, _init_backend=False)
     groups = []
     for axis in range(len(mesh_shape)):
         (line,) = [line for line in subgroup.lines(axis) if rank in line]
@@ -207,18 +207,19 @@ def _make_mesh(cache: _Cache, subgroup: Subgroup) -> DeviceMesh:
             raise GroupError(_missing_text(line, known=False))
         groups.append(cache.groups[line])
     if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], _device_type(), mesh_dim_names=names)
-    return DeviceMesh.from_group(groups, _device_type(), mesh=grid, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups[0], device_type(), mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device_type(), mesh=grid, mesh_dim_names=names)
 
 
-def _device_type() -> str:
+def device_type() -> str:
+    """Return the type of device whose tensors the default process group's collectives take."""
     return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
 
 
 def _check_agreement(missing: list[Ranks]) -> None:
     """Raise on every rank unless all ranks are about to create the same groups."""
     digest = hashlib.sha256(repr(missing).encode()).digest()[:8]
-    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_device_type())
+    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device_type())
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     if any(other.item() != mine.item() for other in everyone):

@@ -16,7 +16,7 @@ import torch
 
 from hdtensor.debug import canvas
 from hdtensor.debug.canvas import Block
-from hdtensor.debug.svg import PALETTE, legend, spec_block, subgroup_colours
+from hdtensor.debug.svg import legend, spec_block, subgroup_colours
 from hdtensor.redistribute.cost import Flow, PlanCost, StepCost, cost
 from hdtensor.redistribute.explain import (
     bytes_text,
@@ -44,6 +44,8 @@ MAX_LINES = 8
 _PAGE_WIDTH = 940.0
 _GRID = "#dfe3e6"
 _COLLECTIVE = "#3d4852"
+#: By class of links; not the colours that subgroups have first.
+_LINK_COLOURS = ("#5b3a8c", "#d55e00", "#8c7b3f", "#0072b2")
 _COLUMN, _ROW = 44.0, 20.0
 _LABEL_SIZE, _SMALL = 11.0, 10.0
 _MAX_LABEL = 96
@@ -238,7 +240,7 @@ def _message_marks(page: _Page, step: PointToPoint) -> Iterator[_Mark]:
         stroke = _link_colour(link)
         dot = canvas.circle(x_of[src], 0, 3, fill=stroke, stroke=stroke)
         arrow = canvas.arrow((x_of[src], 0), (x_of[dst], 0), stroke=stroke)
-        label = f"{cells_text(boxes)}  {bytes_text(size)} over {page.cost.links[link]}"
+        label = f"{cells_text(boxes)}, {bytes_text(size)} over {page.cost.links[link]}"
         yield _Mark([dot, arrow], _cut(label))
     if kept:
         label = f"stays on {ranks_text_of(tuple(kept))}: {bytes_text(sum(kept.values()))}"
@@ -291,19 +293,23 @@ def _fields(flows: Sequence[Flow]) -> Block:
     down, across = sorted({f.src for f in flows}), sorted({f.dst for f in flows})
     side = _WIDE_FIELD if max(len(down), len(across)) <= _MAX_WIDE else _FIELD
     side = min(side, _MAX_MATRIX / max(len(down), len(across)))
-    left, top = 46.0, 32.0
+    left, top = 58.0, 32.0
     x_of = {rank: left + side * i for i, rank in enumerate(across)}
     y_of = {rank: top + side * i for i, rank in enumerate(down)}
     right, bottom = left + side * len(across), top + side * len(down)
     elements = [
         canvas.text(left, 11, "to rank", size=_SMALL, fill=canvas.FAINT),
         canvas.text(0, top - 5, "from", size=_SMALL, fill=canvas.FAINT),
+        canvas.text(right + 6, top - 5, "sent", size=_SMALL, fill=canvas.FAINT),
+        canvas.text(
+            left - 6, bottom + 42, "received", size=_SMALL, anchor="end", fill=canvas.FAINT
+        ),
         canvas.rectangle(left, top, right - left, bottom - top, fill="#ffffff", stroke=_GRID),
     ]
     most = max(flow.num_bytes for flow in flows)
     for src, dst, num_bytes, link in flows:
         x, y = x_of[dst], y_of[src]
-        tone = 0.2 + 0.7 * num_bytes / most
+        tone = 0.12 + 0.46 * num_bytes / most
         colour = _link_colour(link)
         elements.append(canvas.rectangle(x, y, side, side, fill=colour, opacity=tone, stroke=_GRID))
         if side >= _WIDE_FIELD:
@@ -343,7 +349,7 @@ def _cut(label: str) -> str:
 
 
 def _link_colour(link: int) -> str:
-    return PALETTE[link % len(PALETTE)]
+    return _LINK_COLOURS[link % len(_LINK_COLOURS)]
 
 
 def _links_of(page: _Page) -> dict[tuple[int, int], int]:

@@ -139,7 +139,7 @@ def cost(plan: RedistributePlan, *, itemsize: int, topology: Topology = UNIFORM)
     >>> from hdtensor.redistribute.resolve import resolve
     >>> found = cost(resolve("P / 0,1:S1 2:R", "R / 0,1:S1 2:R", (4, 4)), itemsize=4)
     >>> found.link_bytes, found.by_rank()[2].sent, found.extra_bytes[2]
-    ((128,), (64,), 256)
+    ((128,), (64,), 128)
 
     Args:
         plan: What ``resolve`` returned.

@@ -58,7 +58,7 @@ def explain(
          all-reduce sum of ranks 1,2: [0:4, 2:4]
     2 collectives, 32 elements sent by all ranks together
     as float32: 128 bytes over any, in about 6.4 ns
-    peak memory beside the old local tensors: 256 bytes, on rank 2
+    peak memory beside the old local tensors: 128 bytes, on rank 2
 
     Args:
         src: A plan, or the spec before.

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hdtensor.placements import Box
-from hdtensor.redistribute.balance import Demand, Option, Spread
+from hdtensor.redistribute.flows import Demand, Option, Pool, Spread
 from hdtensor.redistribute.topology import Topology
 from hdtensor.redistribute.transfers import Row
 
 
 #: Directions of a rank's links, in the order of ``busy``: link ``4 * rank + direction``.
 NIC_OUT, NIC_IN, FAST_OUT, FAST_IN = range(4)
+#: Owners in other nodes that may send to several needers one by one; all may send once to their node.
+_MAX_LISTED = 4
 
 
 class Part(NamedTuple):
@@ -65,12 +67,18 @@ class Ways(NamedTuple):
     Attributes:
         need: The needs.
         demand: Its sources, for the search.
-        legs: Per source.
+        legs: Per source that does not go by way of the pool.
     """
 
     need: Needs
     demand: Demand
     legs: tuple[tuple[Leg, ...], ...]
+
+    def source(self, place: int) -> tuple[Leg, ...]:
+        """Return the legs of one of the demand's sources."""
+        if place < len(self.legs):
+            return self.legs[place]
+        return (Leg(self.demand.sources[place], self.need.needers),)
 
 
 class Straight(NamedTuple):
@@ -136,6 +144,7 @@ class Paths:
         self._excluded = excluded
         self.busy: list[float] = [0.0] * (4 * len(topology.nodes))
         self._spreads: dict[tuple[object, ...], Spread] = {}
+        self._pools: dict[tuple[int, ...], Pool] = {}
         self._inside: dict[tuple[int, int], Option] = {}
 
     def ways(self, need: Needs) -> Ways:
@@ -144,18 +153,23 @@ class Paths:
         self._reach(owners, needers)
         near = self._near(need)
         legs: list[tuple[Leg, ...]] = []
-        alone = owners if len(needers) > 1 else near
+        far = tuple(owner for owner in owners if owner not in near)
+        alone = (*near, *far[:_MAX_LISTED]) if len(needers) > 1 else near
         if alone:
             legs.append(tuple(Leg((self._direct(alone, rank),), (rank,)) for rank in needers))
-        if near:
-            if len(needers) > 1 or self._topology.inside:  # a detour may use faster links
-                legs += [(Leg((self._handed(owner, needers),), needers),) for owner in near]
-        if len(near) < len(owners):
-            enter = self._enter(needers)
-            far = (owner for owner in owners if owner not in near)
-            legs += [(Leg((self._leave(owner), enter), needers),) for owner in far]
-        sources = tuple(tuple(s for leg in source for s in leg.spreads) for source in legs)
-        return Ways(need, Demand(float(need.num_bytes), sources), tuple(legs))
+        if near and (len(needers) > 1 or self._topology.inside):  # a detour may use faster links
+            legs += [(Leg((self._handed(owner, needers),), needers),) for owner in near]
+        demand = Demand(
+            float(need.num_bytes),
+            [tuple(s for leg in source for s in leg.spreads) for source in legs],
+        )
+        if far:
+            demand.pool = self._pool(owners)
+            demand.enter = self._enter(needers)
+            demand.home = self._topology.node(needers[0])
+            if len(needers) > 1 and len(far) > _MAX_LISTED:
+                demand.unlisted = tuple(self._hop(far[0], needer)[1:] for needer in needers)
+        return Ways(need, demand, tuple(legs))
 
     def straight(self, need: Needs) -> Straight:
         """Choose the least busy owners without a search, and count what they send."""
@@ -214,6 +228,12 @@ class Paths:
                 out += seconds
                 into.append(receiver)
         return [(4 * first + FAST_OUT, out), *into] if into else []
+
+    def _pool(self, owners: tuple[int, ...]) -> Pool:
+        if owners not in self._pools:
+            homes = tuple(map(self._topology.node, owners))
+            self._pools[owners] = Pool(tuple(map(self._leave, owners)), homes)
+        return self._pools[owners]
 
     def _direct(self, owners: tuple[int, ...], needer: int) -> Spread:
         key = ("direct", owners, needer)

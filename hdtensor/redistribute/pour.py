@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hdtensor.placements import Box
-from hdtensor.redistribute.balance import Spread
+from hdtensor.redistribute.flows import Spread
 from hdtensor.redistribute.paths import Part, Straight, Ways
 from hdtensor.redistribute.topology import Topology
 from hdtensor.redistribute.transfers import Row
@@ -97,7 +97,7 @@ class RouteWriter:
         sources = (Pour(ways.demand.flow, self._grain),)
         for part in ways.need.parts:
             for (k,), piece in self._split(part, sources):
-                for leg in ways.legs[k]:
+                for leg in ways.source(k):
                     pours = tuple(map(self._pour, leg.spreads))
                     for taken, cut in self._split(piece, pours):
                         tags = [s.tags[o] for s, o in zip(leg.spreads, taken, strict=True)]
@@ -109,30 +109,33 @@ class RouteWriter:
             pour = self._pours[id(spread)] = Pour(spread.flow, self._grain)
         return pour
 
-    def _split(self, part: Part, pours: Sequence[Pour]) -> Iterator[tuple[tuple[int, ...], Part]]:
+    def _split(self, part: Part, pours: Sequence[Pour]) -> Sequence[tuple[tuple[int, ...], Part]]:
         """Cut a cell along its longest dim where one of the flows changes to its next option."""
-        index, cell, num_bytes = part
+        tensor, cell, num_bytes = part
+        if min([pour.room() for pour in pours]) >= num_bytes:
+            return [(tuple([pour.take(num_bytes) for pour in pours]), part)]
         length = max(cell.shape, default=1)
         row_bytes = num_bytes // length
         least = math.ceil(self._grain / row_bytes)
+        cuts = []
         done = 0
         while done < length:
             room = min([pour.room() for pour in pours])
             left = length - done
-            num_rows = left if room >= num_bytes else min(left, max(1, round(room / row_bytes)))
+            num_rows = left
+            if room < left * row_bytes:
+                num_rows = min(left, max(1, round(room / row_bytes)))
             if left - num_rows < least:
                 num_rows = left
             taken = tuple([pour.take(num_rows * row_bytes) for pour in pours])
-            if num_rows == length:
-                yield taken, part
-            else:
-                rows = _rows(cell, done, done + num_rows)
-                yield taken, Part(index, rows, num_rows * row_bytes)
+            rows = _rows(cell, done, done + num_rows)
+            cuts.append((taken, Part(tensor, rows, num_rows * row_bytes)))
             done += num_rows
+        return cuts
 
     def _hand(self, part: Part, prefix: tuple[int, ...], needers: Sequence[int]) -> None:
-        index, cell, num_bytes = part
-        routes = self.routes[index]
+        tensor, cell, num_bytes = part
+        routes = self.routes[tensor]
         for src, dst in itertools.pairwise(prefix):
             self._count(src, dst, num_bytes)
         last = prefix[-1]

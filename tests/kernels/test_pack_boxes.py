@@ -203,6 +203,19 @@ def test_large_strided_pieces_between_small_ones():
     same_bits(pack(pieces, check_flat), torch.cat([bits(piece) for piece in pieces]))
 
 
+@pytest.mark.parametrize(
+    ("start", "row", "has_whole_rows"),
+    [(0, 8, True), (2, 8, True), (8, 8, True), (3, 8, False), (0, 11, False), (0, 4, False)],
+)
+def test_boxes_of_columns_are_cut_from_whole_rows_where_there_are_any(start, row, has_whole_rows):
+    # 5 rows of 8: the box begins in one of them, and may reach into the next or leave no room.
+    piece = torch.arange(40.0).as_strided((4, 6), (row, 1), start)
+    assert (foreach._whole_rows(piece) is not None) == has_whole_rows
+    out = torch.full((4, 6), torch.nan)
+    foreach._copy_large(out, piece)
+    torch.testing.assert_close(out, piece.clone(memory_format=torch.contiguous_format))
+
+
 def test_lazy_conjugates_and_negatives_are_packed_resolved():
     z = torch.randn(5, dtype=torch.complex64)
     pieces = [z.conj(), z.conj().imag]

@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hdtensor.triton_kernels import pack_boxes
 from hypothesis import given
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hdtensor.collectives import pack
 from hdtensor.collectives.groups import ensure_groups
 from hdtensor.errors import TopologyError
-from hdtensor.redistribute import resolve
+from hdtensor.redistribute import memory, resolve
 from hdtensor.redistribute.cost import Flow, cost
 from hdtensor.redistribute.execute import execute
 from hdtensor.redistribute.topology import RankBandwidth, Topology
@@ -193,14 +195,20 @@ LARGE_PAIRS = [
 
 
 @pytest.mark.dist(WORLD_SIZE)
-def test_the_peak_of_large_tensors_is_known_to_the_byte():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_of_large_tensors_is_known_to_the_byte(dtype):
     pairs = [(layout_of(src, shape), layout_of(dst, shape)) for src, dst, shape in LARGE_PAIRS]
     wrong = [
         f"{src.spec} -> {dst.spec}, rank {rank}: predicted {predicted}, measured {measured}"
-        for (src, dst), rank, predicted, measured in both(pairs)
+        for (src, dst), rank, predicted, measured in both(pairs, dtype)
         if predicted != measured
     ]
     assert wrong == []
+
+
+def test_the_packing_that_is_counted_is_the_packing_that_runs():
+    assert memory._ALIGNMENT == pack._ALIGNMENT
+    assert memory._SMALL_BYTES == pack_boxes.foreach._SMALL_BYTES
 
 
 @pytest.mark.dist(WORLD_SIZE)

@@ -3,14 +3,13 @@
 ====================  ============================================================================
 pack, contiguous      ``torch.cat`` of all neighbours of one dtype: a memcpy each, in one call
 pack, small strided   made contiguous first, then as above: its second copy stays in the cache
-pack, large           a copy to a view of the message, in wide words where it is strided
+pack, large           a copy to a view of the message, so that nothing is copied twice
 unpack, unpack_add    ``torch._foreach_copy_`` and ``torch._foreach_add_`` of all neighbours of
                       one dtype
 ====================  ============================================================================
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -22,13 +21,6 @@ from torch import Tensor
 _SMALL_BYTES = 1 << 14
 # From here on a copy of its own is faster than a share of ``torch.cat``, by some percent.
 _LARGE_BYTES = 1 << 20
-_WORDS = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
 
 
 def pack(pieces: Sequence[Tensor], offsets: Sequence[int], out: Tensor) -> None:
@@ -70,19 +62,34 @@ def _pack_group(pieces: Sequence[Tensor], segment: Tensor) -> None:
             continue
         _join(waiting, segment[start:position])
         start = position + piece.numel()
-        _copy_in_words(segment[position:start].view(piece.shape), piece)
+        _copy_large(segment[position:start].view(piece.shape), piece)
         waiting, position = [], start
     _join(waiting, segment[start:position])
 
 
-def _copy_in_words(out: Tensor, piece: Tensor) -> None:
-    """Copy in the widest words that both consist of: a tenth faster for rows of narrow ones."""
-    if piece.stride(-1) == 1 and not piece.is_contiguous():
-        *strides, _ = piece.stride()
-        parts = (*strides, piece.shape[-1], piece.storage_offset(), out.storage_offset())
-        word = _WORDS[math.gcd(16, *(part * piece.itemsize for part in parts))]
-        piece, out = piece.view(word), out.view(word)
-    out.copy_(piece)
+def _copy_large(out: Tensor, piece: Tensor) -> None:
+    whole = _whole_rows(piece)
+    if whole is None:
+        out.copy_(piece)
+    else:
+        # A memcpy for each row, which takes a tenth less time than the loop of a strided copy.
+        column = piece.storage_offset() - whole.storage_offset()
+        torch.narrow_copy(whole, 1, column, piece.shape[1], out=out)
+
+
+def _whole_rows(piece: Tensor) -> Tensor | None:
+    """Return the contiguous rows that a box of columns was cut from, if it is one on a CPU."""
+    if piece.device.type != "cpu" or piece.dim() != 2 or piece.is_contiguous():
+        return None
+    (num_rows, num_columns), (row, step) = piece.shape, piece.stride()
+    if step != 1 or row < num_columns:
+        return None
+    column = piece.storage_offset() % row
+    first = piece.storage_offset() - column
+    room = piece.untyped_storage().nbytes() // piece.itemsize
+    if column + num_columns > row or first + num_rows * row > room:
+        return None
+    return piece.as_strided((num_rows, row), (row, 1), first)
 
 
 def _join(rows: list[Tensor], out: Tensor) -> None:

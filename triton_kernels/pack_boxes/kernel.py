@@ -1,9 +1,8 @@
 """Triton ``pack_boxes``: the functions of `reference` for any number of pieces, one launch each.
 
 The host writes a `table` of the parts to copy and sends it in one asynchronous copy; tables are kept,
-so that the same call again needs none. Each program looks its first part up by bisection and walks
-over a few tiles from there. Rows of a table are read through its address; pieces and message are
-reached by the addresses in it.
+so that the same call again needs none. Pieces and message are reached by the addresses in it. Each
+program looks its first part up by bisection and walks over a few tiles from there.
 
 Where all addresses and strides of a part are multiples of 16 bytes, each thread loads and stores 16 at a
 time. Sums of float16 and bfloat16 are float32, rounded once.

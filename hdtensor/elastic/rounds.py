@@ -1,0 +1,201 @@
+"""A switch cut into rounds that fit a budget of memory; pure, and the same on every rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from hdtensor.elastic.plan_switch import Item, SwitchPlan
+from hdtensor.errors import PlanError
+from hdtensor.placements import Box
+from hdtensor.redistribute.pour import Route
+from hdtensor.redistribute.topology import Topology
+from hdtensor.redistribute.transfers import Transfer
+
+
+class Round(NamedTuple):
+    """What travels together.
+
+    Attributes:
+        opens: Items whose new local tensors are made before it.
+        routes: (item, route): parts that travel, and parts that stay on a rank.
+        closes: Items that are complete after it.
+    """
+
+    opens: tuple[int, ...]
+    routes: tuple[tuple[int, Route], ...]
+    closes: tuple[int, ...]
+
+
+def make_rounds(plan: SwitchPlan, budget_bytes: int, *, with_new: bool) -> tuple[Round, ...]:
+    """Cut a switch into rounds, each of which takes at most the budget on every rank.
+
+    A route takes its bytes at both ends of each hop: the message that is sent and the one received.
+    Routes that take too much alone are cut into parts of whole rows.
+
+    Args:
+        plan: What moves.
+        budget_bytes: Extra memory of one round.
+        with_new: Whether new local tensors count too, as where the old ones are freed after each round.
+
+    Raises:
+        PlanError: If one tensor alone needs more; the message names it and what it needs.
+    """
+    maker = _Maker(budget_bytes, with_new)
+    for index, item in enumerate(plan.items):
+        if is_moved(item):
+            maker.add(index, item, plan.routes(index))
+    maker.flush(last=True)
+    return tuple(maker.rounds)
+
+
+def is_moved(item: Item) -> bool:
+    """Return whether some rank's local tensor changes."""
+    src, dst = item.src, item.dst
+    return src is not dst and any(
+        not is_kept(item, rank) for rank in {*src.spec.ranks, *dst.spec.ranks}
+    )
+
+
+def is_kept(item: Item, rank: int) -> bool:
+    """Return whether a rank's local tensor stays as it is."""
+    src, dst = item.src, item.dst
+    return src.boxes(rank) == dst.boxes(rank) and src.local_shape(rank) == dst.local_shape(rank)
+
+
+def phases_of(
+    routes: Iterable[Route], topology: Topology
+) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[Transfer, ...]]:
+    """Return the hops of routes in the order in which they can be carried out.
+
+    A hop that several routes share (the same box over the same first ranks) stands once.
+
+    Returns:
+        Inside the owner's node, to the rank whose NIC sends; between nodes; inside the needer's node.
+    """
+    found: tuple[dict[tuple[int, ...], Transfer], ...] = ({}, {}, {})
+    for box, hops in routes:
+        pairs = list(itertools.pairwise(hops))
+        crossing = [k for k, (a, b) in enumerate(pairs) if topology.node(a) != topology.node(b)]
+        first = 1 - crossing[0] if crossing else 3 - len(pairs)
+        for k, (src, dst) in enumerate(pairs):
+            key = (*box.start, *box.stop, *hops[: k + 2])
+            found[first + k].setdefault(key, Transfer(box, src, dst))
+    gather, cross, spread = (tuple(hops.values()) for hops in found)
+    return gather, cross, spread
+
+
+class _Maker:
+    """The rounds so far, and what the current one takes on each rank."""
+
+    def __init__(self, budget: int, with_new: bool) -> None:
+        if budget < 1:
+            raise PlanError(f"budget_bytes: must be positive, got {budget}.")
+        self.budget = budget
+        self.with_new = with_new
+        self.rounds: list[Round] = []
+        self._opens: list[int] = []
+        self._routes: list[tuple[int, Route]] = []
+        self._open_items: list[int] = []
+        self._used: defaultdict[int, int] = defaultdict(int)
+
+    def add(self, index: int, item: Item, routes: Sequence[Route]) -> None:
+        """Add a tensor: whole to the current round, or to a new one, or to several."""
+        new = self._new_bytes(item)
+        needs: defaultdict[int, int] = defaultdict(int, new)
+        for route in routes:
+            for rank, num_bytes in _ends(route, item.itemsize):
+                needs[rank] += num_bytes
+        if not self._fits(needs):
+            self.flush(last=True)
+        if self._fits(needs):
+            self._open(index, needs)
+            self._routes += [(index, route) for route in routes]
+            return
+        most = max(new.values(), default=0)
+        room = self.budget - most
+        if room < 4 * item.itemsize:
+            raise PlanError(
+                f"budget_bytes: {self.budget} is too little for {item.name!r}: its largest new shard "
+                f"takes {most} bytes, and messages need some more. Give at least {2 * most + 1024}, or "
+                f"use atomic=True, where the budget is for messages only."
+            )
+        self._open(index, new)
+        for route in _cut(routes, room // (4 * item.itemsize)):
+            ends = _ends(route, item.itemsize)
+            if any(self._used[rank] + num_bytes > self.budget for rank, num_bytes in ends):
+                self.flush(last=False)
+                self._used.update(new)
+            for rank, num_bytes in ends:
+                self._used[rank] += num_bytes
+            self._routes.append((index, route))
+
+    def flush(self, *, last: bool) -> None:
+        """End the current round; ``last`` if its tensors are complete with it."""
+        if self._open_items or self._routes:
+            closes = tuple(self._open_items) if last else ()
+            self.rounds.append(Round(tuple(self._opens), tuple(self._routes), closes))
+        self._opens, self._routes = [], []
+        self._used.clear()
+        if last:
+            self._open_items = []
+
+    def _open(self, index: int, needs: Mapping[int, int]) -> None:
+        self._opens.append(index)
+        self._open_items.append(index)
+        for rank, num_bytes in needs.items():
+            self._used[rank] += num_bytes
+
+    def _fits(self, needs: Mapping[int, int]) -> bool:
+        return all(self._used[rank] + n <= self.budget for rank, n in needs.items())
+
+    def _new_bytes(self, item: Item) -> dict[int, int]:
+        if not self.with_new:
+            return {}
+        return {
+            rank: math.prod(item.dst.local_shape(rank)) * item.itemsize
+            for rank in item.dst.spec.ranks
+            if not is_kept(item, rank)
+        }
+
+
+def _ends(route: Route, itemsize: int) -> list[tuple[int, int]]:
+    """Return what a route takes: at each hop's sender and receiver."""
+    num_bytes = route.box.numel * itemsize
+    hops = route.hops
+    return [(rank, num_bytes) for pair in itertools.pairwise(hops) for rank in pair]
+
+
+def _cut(routes: Sequence[Route], most: int) -> Iterator[Route]:
+    """Yield routes of at most ``most`` elements; those that stay on a rank take nothing."""
+    for box, hops in routes:
+        if len(hops) == 1:
+            yield Route(box, hops)
+        else:
+            yield from (Route(part, hops) for part in cut_box(box, most))
+
+
+def cut_box(box: Box, most: int) -> Iterator[Box]:
+    """Yield parts of a box of at most ``most`` elements, whole rows where that is possible.
+
+    >>> [part.shape for part in cut_box(Box((0, 0), (5, 3)), 7)]
+    [(2, 3), (2, 3), (1, 3)]
+    >>> [part.shape for part in cut_box(Box((0, 0), (2, 3)), 2)]
+    [(1, 2), (1, 1), (1, 2), (1, 1)]
+    """
+    if box.numel <= most or not box.start:
+        yield box
+        return
+    shape = box.shape
+    dim = next(d for d, size in enumerate(shape) if size > 1)
+    rows = max(1, most // math.prod(shape[dim + 1 :]))
+    for first in range(box.start[dim], box.stop[dim], rows):
+        last = min(first + rows, box.stop[dim])
+        part = Box(
+            (*box.start[:dim], first, *box.start[dim + 1 :]),
+            (*box.stop[:dim], last, *box.stop[dim + 1 :]),
+        )
+        yield from cut_box(part, most)
