@@ -271,6 +271,7 @@ def _commit(slot: Slot, cargo: Cargo) -> None:
         cargo.old = slot.tensor._local_tensor = new.new_empty(0)  # frees the old one first
         new = new.to(device)
     if new is not cargo.old:
+        torch.autograd.graph.increment_version(slot.tensor._local_tensor)
         slot.tensor._local_tensor = new
     slot.tensor._spec = slot.dst
     torch.autograd.graph.increment_version(slot.tensor)

@@ -19,6 +19,7 @@ Only +, -, *, / are used, in one order: every rank, on any machine, finds the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from hdtensor.redistribute.flows import (
@@ -43,6 +44,8 @@ _MOST_MOVES = 120_000
 _SWEEPS_PER_BOUND = 3
 #: Gap per demand that ends the search of a large problem.
 _LARGE = 1e-5
+#: Change of the gap between two looks at it after which a higher power is tried.
+_STALLED = 1e-4
 #: Powers tried for the last bound.
 _MAX_SQUARINGS = 10
 #: Steps of the search for better prices in a small problem, where the gap is larger than the second
@@ -104,11 +107,16 @@ class Balance:
         for squarings, sweeps, enough in _SCHEDULE:
             self.squarings = squarings
             self.alike = 1 + _ALIKE * (1 << squarings)
+            before = 0.0
             for sweep in range(sweeps):
                 self._reprice()
-                near = max(enough, min(len(self.demands) * _LARGE, _PROVEN))
-                if sweep % _SWEEPS_PER_BOUND == 0 and self._is_near(near):
-                    return True
+                if sweep % _SWEEPS_PER_BOUND == 0:
+                    if self._is_near(max(enough, min(len(self.demands) * _LARGE, _PROVEN))):
+                        return True
+                    gap = self.makespan / self.bound if self.bound else math.inf
+                    if abs(before - gap) < _STALLED:
+                        break
+                    before = gap
                 if self._num_moves > _MOST_MOVES:
                     return False
                 self._sweep()
@@ -235,7 +243,7 @@ class Balance:
         for pool in self.pools:
             self._refresh(pool)
         for demand in self.demands:
-            pool = demand.pool
+            its_pool = demand.pool
             if pool is not None:
                 pool.age += 1
                 if pool.age > 4 + len(pool.spreads) // 8:

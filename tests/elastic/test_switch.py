@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hdtensor as hd
-from hdtensor.elastic import SwitchOptions, switch
+from hdtensor.elastic import SwitchOptions, switch, switch_tensors
 from tests.models.hf import batch, build, strategy
 from tests.support.world import run_world
 
@@ -88,3 +88,92 @@ def test_every_optimizer_goes_along(name):
 @pytest.mark.dist(4)
 def test_op_by_op():
     run_world(_check_training, 4, "adamw", None, False)
+
+
+def _check_join(rank):
+    """Rank 3 joins with a fresh optimizer and no gradients; gradients in accumulation go along."""
+    plain, plan = build("llama"), PLANS[0]
+    reference = _optimizer(plain, "adamw")
+    model = hd.parallelize(build("llama"), plan)
+    optimizer = _optimizer(model, "adamw")
+    _losses(plain, reference, range(2))
+    _losses(model, optimizer, range(2), lambda d: hd.distribute_batch(model, d), hd.item)
+    plain(**batch(2)).loss.backward()
+    with hd.no_sync(model):
+        model(**hd.distribute_batch(model, batch(2))).loss.backward()
+    if rank == 3:
+        optimizer = _optimizer(model, "adamw")
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    switch(model, PLANS[1], optimizer)
+
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.grad.spec == p.spec
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-6, atol=1e-9)
+        for key, value in reference.state[q].items():
+            mine = optimizer.state[p][key]
+            mine = mine.full_tensor() if isinstance(mine, hd.HDTensor) else mine
+            torch.testing.assert_close(mine, value, rtol=1e-6, atol=1e-9)
+    wanted = _losses(plain, reference, range(3, 6))
+    got = _losses(model, optimizer, range(3, 6), lambda d: hd.distribute_batch(model, d), hd.item)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.dist(4)
+def test_a_rank_joins_and_gradients_in_accumulation_go_along():
+    run_world(_check_join, 4)
+
+
+def _check_kinds(rank):
+    """Every dtype, odd shapes, non-contiguous locals, tensors that stay: one batch."""
+    dtypes = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.uint8]
+    dtypes += [torch.float64, torch.int16, torch.complex128, torch.float8_e4m3fn]
+    specs = ["R / 0,1:S0", "S0[3:1] / 0,1:S1 2:R", "R / 2:R", "S1 / 3,1:S0x2 0:R", "R / 0-3:R"]
+    tensors, wanted, whole = {}, {}, {}
+    for i, dtype in enumerate(dtypes):
+        for j, src in enumerate(specs):
+            shape = [(8, 6), (4, 5, 3), (8, 0), (4, 1)][(i + j) % 4]
+            full = (torch.arange(torch.Size(shape).numel()) % 7).reshape(shape).to(dtype)
+            tensors[f"{dtype} {j}"] = hd.distribute_tensor(full, src)
+            wanted[f"{dtype} {j}"] = specs[(i + 2 * j) % len(specs)]
+            whole[f"{dtype} {j}"] = full
+    tensors["scalar"] = hd.distribute_tensor(torch.tensor(5.0), "R / 1:R")
+    wanted["scalar"], whole["scalar"] = "R / 0,2:R", torch.tensor(5.0)
+    wide = torch.arange(64.0).reshape(8, 8)
+    local = {0: wide[:4], 1: wide[4:]}.get(rank, torch.empty(0))
+    strided = torch.stack([local, local], -1)[..., 0]  # every other element of a wider tensor
+    tensors["strided"] = hd.from_local(strided, "R / 0,1:S0", shape=(8, 8))
+    wanted["strided"], whole["strided"] = "R / 2,3:S1", wide
+
+    report = switch_tensors(tensors, wanted, options=SwitchOptions(budget_bytes=700))
+
+    assert report.num_rounds > 1
+    for name, tensor in tensors.items():
+        assert tensor.spec == hd.HDSpec.from_text(wanted[name])
+        got, want = tensor.full_tensor(), whole[name]
+        assert got.dtype == want.dtype
+        assert torch.equal(got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)), (
+            name
+        )
+    assert str(report).startswith(f"{len(report.moved)} tensors")
+
+
+@pytest.mark.dist(4)
+def test_kinds_of_tensors():
+    run_world(_check_kinds, 4)
+
+
+def _check_dead_ranks(rank):
+    """What only living ranks hold is taken from them."""
+    full = torch.arange(24.0).reshape(6, 4)
+    tensor = hd.distribute_tensor(full, "R / 0-3(2x2):S0,R")
+    options = SwitchOptions(exclude_ranks=(3,))
+    report = switch_tensors({"w": tensor}, {"w": "R / 0,1:S1"}, options=options)
+    assert 3 not in report.plan.sent_bytes
+    assert torch.equal(tensor.full_tensor(), full)
+
+
+@pytest.mark.dist(4)
+def test_dead_ranks_neither_send_nor_receive():
+    run_world(_check_dead_ranks, 4)
