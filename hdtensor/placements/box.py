@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 
@@ -32,12 +33,12 @@ class Box(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Extent on each dim."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(operator.sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
         """Number of elements; 1 for a 0-d box."""
-        return math.prod(self.shape)
+        return math.prod(map(operator.sub, self.stop, self.start))
 
     def intersect(self, other: Box) -> Box | None:
         """Return the common box, or None where no element is in both.
@@ -47,16 +48,14 @@ class Box(NamedTuple):
         """
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
-            return None
-        return Box(start, stop)
+        return Box(start, stop) if all(map(operator.lt, start, stop)) else None
 
     def contains(self, other: Box) -> bool:
         """Return whether every element of ``other`` is in this box."""
         if other.numel == 0:
             return True
-        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
-            a >= b for a, b in zip(self.stop, other.stop, strict=True)
+        return all(map(operator.le, self.start, other.start)) and all(
+            map(operator.ge, self.stop, other.stop)
         )
 
     def slices_from(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
@@ -116,19 +115,46 @@ def cells(boxes: Iterable[Box]) -> list[Box]:
     >>> [cell.start for cell in cells(rows + cols)]
     [(0, 0), (0, 2), (2, 0), (2, 2)]
     """
-    boxes = [box for box in dict.fromkeys(boxes) if box.numel]
-    if not boxes:
-        return []
-    faces = [
-        sorted({x for box in boxes for x in (box.start[d], box.stop[d])})
-        for d in range(len(boxes[0].start))
-    ]
-    found = set()
-    for box in boxes:  # only the part of the grid that a box covers: sparse boxes stay cheap
-        spans = [
-            [pair for pair in itertools.pairwise(cuts) if a <= pair[0] and pair[1] <= b]
-            for cuts, a, b in zip(faces, box.start, box.stop, strict=True)
+    return Grid(boxes).cells
+
+
+class Grid:
+    """The cells that boxes cut, and which of them each box is made of.
+
+    Attributes:
+        cells: As ``cells`` returns them.
+    """
+
+    __slots__ = ("_number", "_place", "cells")
+
+    def __init__(self, boxes: Iterable[Box]) -> None:
+        """Cut space at every face of ``boxes``; empty boxes cut nothing."""
+        boxes = [box for box in dict.fromkeys(boxes) if box.numel]
+        faces = [
+            sorted({x for corner in sides for x in corner})
+            for sides in zip(*(zip(*box, strict=True) for box in boxes), strict=True)
         ]
-        for corner in itertools.product(*spans):
-            found.add(Box(tuple(a for a, _ in corner), tuple(b for _, b in corner)))
-    return sorted(found)
+        self._place = [{x: i for i, x in enumerate(cuts)} for cuts in faces]
+        # Only the part of the grid that a box covers: sparse boxes stay cheap.
+        keys = sorted({key for box in boxes for key in self._keys(box)})
+        self._number = {key: i for i, key in enumerate(keys)}
+        self.cells = [
+            Box(
+                tuple(cuts[i] for cuts, i in zip(faces, key, strict=True)),
+                tuple(cuts[i + 1] for cuts, i in zip(faces, key, strict=True)),
+            )
+            for key in keys
+        ]
+
+    def numbers(self, box: Box) -> list[int]:
+        """Return the places in ``cells`` of the cells of one of the boxes."""
+        if not box.numel:
+            return []
+        return [self._number[key] for key in self._keys(box)]
+
+    def _keys(self, box: Box) -> Iterator[tuple[int, ...]]:
+        spans = [
+            range(place[a], place[b])
+            for place, a, b in zip(self._place, box.start, box.stop, strict=True)
+        ]
+        return itertools.product(*spans)

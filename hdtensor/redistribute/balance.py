@@ -243,12 +243,11 @@ class Balance:
         for pool in self.pools:
             self._refresh(pool)
         for demand in self.demands:
-            its_pool = demand.pool
-            if pool is not None:
-                pool.age += 1
-                if pool.age > 4 + len(pool.spreads) // 8:
-                    self._refresh(pool)
-            if len(demand.sources) > 1 or pool is not None:
+            if demand.pool is not None:
+                demand.pool.age += 1
+                if demand.pool.age > 4 + len(demand.pool.spreads) // 8:
+                    self._refresh(demand.pool)
+            if len(demand.sources) > 1 or demand.pool is not None:
                 self._move_sources(demand)
         for spread in self.spreads:
             if len(spread.options) > 1:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hdtensor.placements import Box
 from hdtensor.redistribute.flows import Spread
 from hdtensor.redistribute.paths import Part, Straight, Ways
 from hdtensor.redistribute.topology import Topology
-from hdtensor.redistribute.transfers import Row
+from hdtensor.redistribute.transfers import Row, Transfer
 
 
 #: Parts that take less than this share of the makespan on a network link are not cut off.
@@ -32,6 +32,34 @@ class Route(NamedTuple):
 
     box: Box
     hops: tuple[int, ...]
+
+
+class Phases(NamedTuple):
+    """The hops of some routes, to be carried out one phase after the other.
+
+    Attributes:
+        gather: The first hop of a route, if it is inside a node.
+        cross: Hops between nodes.
+        spread: Later hops inside a node.
+    """
+
+    gather: tuple[Transfer, ...]
+    cross: tuple[Transfer, ...]
+    spread: tuple[Transfer, ...]
+
+
+def phases_of(routes: Iterable[Route], topology: Topology) -> Phases:
+    """Return the hops of one tensor's routes in the order in which they can be carried out.
+
+    A hop that several routes share (the same box over the same first ranks) stands once.
+    """
+    found: tuple[dict[tuple[int, ...], Transfer], ...] = ({}, {}, {})
+    for box, hops in routes:
+        for k, (src, dst) in enumerate(itertools.pairwise(hops)):
+            phase = 1 if topology.node(src) != topology.node(dst) else 2 if k else 0
+            key = (*box.start, *box.stop, *hops[: k + 2])
+            found[phase].setdefault(key, Transfer(box, src, dst))
+    return Phases(*(tuple(hops.values()) for hops in found))
 
 
 class Pour:
@@ -78,6 +106,7 @@ class RouteWriter:
         self._topology = topology
         self._grain = _GRAIN * makespan * topology.bytes_per_s[-1]
         self._pours: dict[int, Pour] = {}
+        self._first_hops: set[tuple[int, Box, int, int]] = set()
 
     def keep(self, index: int, row: Row) -> None:
         """Write down who has a cell of a tensor already."""
@@ -136,15 +165,27 @@ class RouteWriter:
     def _hand(self, part: Part, prefix: tuple[int, ...], needers: Sequence[int]) -> None:
         tensor, cell, num_bytes = part
         routes = self.routes[tensor]
-        for src, dst in itertools.pairwise(prefix):
-            self._count(src, dst, num_bytes)
+        if len(prefix) > 1:
+            self._first_hop(part, prefix[0], prefix[1])
+            for src, dst in itertools.pairwise(prefix[1:]):
+                self._count(src, dst, num_bytes)
         last = prefix[-1]
         for needer in needers:
             if needer == last:
                 routes.append(Route(cell, prefix))
-            else:
-                routes.append(Route(cell, (*prefix, needer)))
+                continue
+            routes.append(Route(cell, (*prefix, needer)))
+            if len(prefix) > 1:
                 self._count(last, needer, num_bytes)
+            else:
+                self._first_hop(part, last, needer)
+
+    def _first_hop(self, part: Part, owner: int, dst: int) -> None:
+        # Later hops differ in their ranks, but parts for several nodes may leave by one neighbour.
+        key = (part.tensor, part.cell, owner, dst)
+        if key not in self._first_hops:
+            self._first_hops.add(key)
+            self._count(owner, dst, part.num_bytes)
 
     def _count(self, src: int, dst: int, num_bytes: int) -> None:
         link = self._topology.link(src, dst)

@@ -17,34 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hdtensor.redistribute.balance import Balance
 from hdtensor.redistribute.fuse import Move, table_of
 from hdtensor.redistribute.paths import Needs, Paths, gather_needs
-from hdtensor.redistribute.pour import Route, RouteWriter
+from hdtensor.redistribute.pour import Phases, Route, RouteWriter, phases_of
 from hdtensor.redistribute.topology import UNIFORM, Topology
-from hdtensor.redistribute.transfers import Transfer
 
 
 #: Needs of this share of all bytes, the smallest ones, are not worth a search: norms, biases, scalars.
 _SMALL = 1e-3
-
-
-class Phases(NamedTuple):
-    """The hops of a tensor's routes, to be carried out one phase after the other.
-
-    A hop that several routes share (the same cell over the same first ranks) stands once.
-
-    Attributes:
-        gather: Inside the owner's node, to the rank whose NIC sends.
-        cross: Between nodes; inside a node, from an owner to the first of several needers.
-        spread: Inside the needer's node.
-    """
-
-    gather: tuple[Transfer, ...]
-    cross: tuple[Transfer, ...]
-    spread: tuple[Transfer, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +38,9 @@ class RelayScheme:
         routes: Per tensor, in the order given.
         sent: (rank, class of links) -> bytes, relayed ones too.
         received: (rank, class of links) -> bytes.
-        bound_seconds: No scheme of such routes has a smaller makespan.
+        bound_seconds: No scheme of such routes has a smaller makespan, if each node's copy is counted
+            by itself. (Where copies for several nodes leave by one neighbour, they share the hop to it;
+            no search is made for that.)
     """
 
     topology: Topology
@@ -77,15 +61,7 @@ class RelayScheme:
 
     def phases(self, index: int) -> Phases:
         """Return the hops of one tensor in the order in which they can be carried out."""
-        node = self.topology.node
-        found: tuple[dict[tuple[int, ...], Transfer], ...] = ({}, {}, {})
-        for box, hops in self.routes[index]:
-            crossing = [k for k in range(len(hops) - 1) if node(hops[k]) != node(hops[k + 1])]
-            first = 1 - crossing[0] if crossing else 4 - len(hops)
-            for k in range(len(hops) - 1):
-                key = (*box.start, *box.stop, *hops[: k + 2])
-                found[first + k].setdefault(key, Transfer(box, hops[k], hops[k + 1]))
-        return Phases(*(tuple(hops.values()) for hops in found))
+        return phases_of(self.routes[index], self.topology)
 
 
 def relay(

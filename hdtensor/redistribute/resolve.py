@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 from torch.distributed.tensor import Partial, Replicate
 
 from hdtensor.placements import HDSpec, Subgroup, block_shape, check_top_sizes
-from hdtensor.placements.checks import is_cut, shard_dim
-from hdtensor.placements.layout import normalize_dim
+from hdtensor.placements.checks import is_cut
 from hdtensor.placements.text import as_spec
 from hdtensor.redistribute.bottom import bottom_steps
 from hdtensor.redistribute.exchange import (
@@ -37,31 +36,19 @@ from hdtensor.redistribute.topology import UNIFORM, Topology
 
 Steps: TypeAlias = tuple[Step, ...]
 
-#: The ways from (T, B) to (T', B'), each a list of the layouts between as ``top:bottoms``.
+#: Ways of collectives from (T, B) to (T', B'), each a list of the layouts between as ``top:bottoms``.
 #:
 #: T and T' are the tops of source and target, B and B' their bottoms, R is Replicate. r(B) is B with
-#: every Partial reduced; n(B) is r(B) without the cuts of the dims that T or T' cut, which makes room for
-#: a cut at the top. A layout differs from the next in one tier. Routes with a step that does not exist
-#: are left out; the rest compare by elements sent, then by number of collectives, then by place. The
-#: last one always exists.
+#: every Partial reduced. A layout differs from the next in one tier. Routes with a step that does not
+#: exist are left out.
 ROUTES = (
     "T':B",  # the top is a local cut that a pending reduction does not mind
     "T:r(B') T':r(B')",  # bottom, then top: the paper's way (Sec. 5.2 (II), Fig. 10)
     "T:r(B) T':r(B)",  # top, then bottom
-    "T:n(B') T':n(B')",
-    "T:n(B) T':n(B)",
-    "T:r(B) R:r(B) R:r(B') T':r(B')",  # two top steps, for Shard -> Shard and Partial -> Partial
-    "T:r(B) R:r(B) R:n(B') T':n(B')",
-    "T:n(B) R:n(B) T':n(B)",
-    "T:R R:R T':R",  # through everything on every rank
 )
 
-#: Those of one bottom and one top step: all that is tried where nothing is pending, since a batched
-#: send-receive always exists there and sends the least.
-SHORT_ROUTES = ROUTES[1:5]
-
-#: Those that leave every cut of source and target in place. Where one exists, collectives are enough.
-PAPER_ROUTES = ROUTES[:3]
+#: Where none of them exists: two top steps, as from one pending reduction to another.
+LONG_ROUTE = "T:r(B) R:r(B) R:r(B') T':r(B')"
 
 
 def resolve(
@@ -85,9 +72,8 @@ def resolve(
     same top, same ranks in every subgroup              bottom steps, in the subgroups that differ
     same ranks in every subgroup, only the top differs  one top step, if ``top_steps`` has one
     anything else: the cheapest of
-      same ranks in every subgroup                      ``ROUTES``, and nothing else if one of
-                                                        ``PAPER_ROUTES`` exists; without Partial
-                                                        ``SHORT_ROUTES``
+      same ranks in every subgroup                      ``ROUTES``, and with Partial nothing else if
+                                                        one of them exists; ``LONG_ROUTE``
       same top                                          each subgroup by itself: bottom steps,
                                                         send-receive or batched send-receive
       any                                               what is pending reduced on its ranks, then
@@ -172,19 +158,21 @@ def _steps(start: Layout, end: Layout, topology: Topology) -> Steps:
     start = _reordered(start, end)
     steps = _direct(start, end)
     if steps is None:
-        steps = _cheapest(_ways(start, end, topology))
+        is_partial = start.spec.has_partial() or end.spec.has_partial()
+        least = None if is_partial else num_lacking(start, end)
+        steps = _cheapest(_ways(start, end, topology), least)
     assert steps is not None, f"no way from {start} to {end}"
     return steps
 
 
-def _direct(start: Layout, end: Layout, *, collectives_only: bool = False) -> Steps | None:
+def _direct(start: Layout, end: Layout) -> Steps | None:
     """Return the steps of the table's first four rows, or None."""
     if start == end:
         return ()
     steps = _cut_to(start, end)
     if steps is None and _same_ranks(start, end):
         steps = _connect(start, end)
-        if steps is not None and not collectives_only and _is_wasteful(steps, start, end):
+        if steps is not None and _is_wasteful(steps, start, end):
             return None
     return steps
 
@@ -224,46 +212,58 @@ def _connect(start: Layout, end: Layout) -> Steps | None:
     return None
 
 
-def _cheapest(ways: Iterable[Steps]) -> Steps | None:
-    """Return the cheapest steps: by elements sent, then by number of messages, then by place."""
-    return min(
-        ways,
-        key=lambda steps: (sum(map(num_moved, steps)), sum(map(num_messages, steps))),
-        default=None,
-    )
+def _cheapest(ways: Iterable[Steps], least: int | None) -> Steps | None:
+    """Return the cheapest steps: by elements sent, then by number of messages, then by place.
 
-
-def _by_collectives(start: Layout, end: Layout) -> Steps:
-    """Return steps between layouts on the same ranks, without messages."""
-    steps = _direct(start, end, collectives_only=True)
-    if steps is None:
-        steps = _cheapest(_along(ROUTES, start, end))
-    assert steps is not None, f"no route from {start} to {end}"
-    return steps
+    Args:
+        ways: What there is.
+        least: The first way that sends so little is taken.
+    """
+    best: tuple[tuple[int, int], Steps] | None = None
+    for steps in ways:
+        moved = sum(map(num_moved, steps))
+        if moved == least:
+            return steps
+        cost = moved, sum(map(num_messages, steps))
+        if best is None or cost < best[0]:
+            best = cost, steps
+    return best and best[1]
 
 
 def _ways(start: Layout, end: Layout, topology: Topology) -> Iterator[Steps]:
     """Yield ways from one layout to another, collectives before messages."""
-    if _same_ranks(start, end):
-        if start.spec.has_partial() or end.spec.has_partial():
-            yield from _along(ROUTES, start, end)
-            if any(_along(PAPER_ROUTES, start, end)):
-                return
-        elif _same_meshes(start, end):
-            yield from _along(SHORT_ROUTES, start, end)
+    is_partial = start.spec.has_partial() or end.spec.has_partial()
+    if _same_meshes(start, end) or (is_partial and _same_ranks(start, end)):
+        found = list(_along(ROUTES, start, end))
+        yield from found
+        if is_partial and found:
+            return
+        if is_partial:
+            yield from _along([LONG_ROUTE], start, end)
     middle = block_middle(start, end)
     if middle is not None:
         steps = _connect(start, middle)
         assert steps is not None, f"{start.spec} and {middle.spec} have the same top"
         yield (*steps, *(() if middle == end else (block_exchange(middle, end, topology),)))
     for middle in value_middles(start):
-        last = _cut_to(middle, end)
-        if last is None:
-            last = (value_exchange(middle, end, topology),)
-        yield _by_collectives(start, middle) + last
+        settled = _settle(start, middle)
+        if settled is not None:
+            last = _cut_to(middle, end)
+            if last is None:
+                last = (value_exchange(middle, end, topology),)
+            yield settled + last
     middle = reduce_middle(start)
     if middle is not None:
-        yield (*_by_collectives(start, middle), reduce_exchange(middle, end, topology))
+        settled = _settle(start, middle)
+        assert settled is not None, f"{start.spec} can be reduced inside its subgroups"
+        yield (*settled, reduce_exchange(middle, end, topology))
+
+
+def _settle(start: Layout, middle: Layout) -> Steps | None:
+    """Return the steps that reduce first inside subgroups, then over them; None if there are none."""
+    inside = start._replace(spec=start.spec.replace(subgroups=middle.spec.subgroups))
+    below, above = _connect(start, inside), _connect(inside, middle)
+    return None if below is None or above is None else below + above
 
 
 def _along(texts: Sequence[str], start: Layout, end: Layout) -> Iterator[Steps]:
@@ -276,16 +276,11 @@ def _along(texts: Sequence[str], start: Layout, end: Layout) -> Iterator[Steps]:
 
 def _routes(texts: Sequence[str], start: Layout, end: Layout) -> Iterator[tuple[Layout, ...]]:
     """Yield each of the routes with its layouts, without repeats in a row."""
-    src, dst, num_dims = start.spec, end.spec, len(start.shape)
-    cut = {dim for spec in (src, dst) if (dim := shard_dim(spec.top)) is not None}
-    reduced, new_reduced = _reduced(src.subgroups), _reduced(dst.subgroups)
+    src, dst = start.spec, end.spec
     bottoms = {
         "B": src.subgroups,
-        "r(B)": reduced,
-        "r(B')": new_reduced,
-        "n(B)": _without_cuts(reduced, cut, num_dims),
-        "n(B')": _without_cuts(new_reduced, cut, num_dims),
-        "R": _without_cuts(reduced, set(range(num_dims)), num_dims),
+        "r(B)": _reduced(src.subgroups),
+        "r(B')": _reduced(dst.subgroups),
     }
     tops = {
         "T": (src.top, src.top_ratio, start.top_sizes),
@@ -320,18 +315,6 @@ def _reduced(groups: tuple[Subgroup, ...]) -> tuple[Subgroup, ...]:
     return tuple(
         group.with_placements(
             Replicate() if isinstance(p, Partial) else p for p in group.placements
-        )
-        for group in groups
-    )
-
-
-def _without_cuts(
-    groups: tuple[Subgroup, ...], dims: set[int], num_dims: int
-) -> tuple[Subgroup, ...]:
-    """Return n(B): the subgroups with Replicate for every cut of one of ``dims``."""
-    return tuple(
-        group.with_placements(
-            Replicate() if normalize_dim(p, num_dims) in dims else p for p in group.placements
         )
         for group in groups
     )

@@ -15,14 +15,14 @@ runs over one holder of each. Cells with the same group share one collective::
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from hdtensor.placements import Box, block_boxes, cells
+from hdtensor.placements import Box, block_boxes
+from hdtensor.placements.box import Grid
 from hdtensor.placements.checks import shard_dim
 from hdtensor.redistribute.steps import (
     AllGather,
@@ -194,29 +194,25 @@ def split_all_gather(src: Layout, dst: Layout) -> SplitAllGather:
     )
 
 
-def holders(layout: Layout, refined: Sequence[Box] | None = None) -> Holders:
+def holders(layout: Layout, refined: Grid | None = None) -> Holders:
     """Return who owns each cell, subgroup by subgroup.
 
     Args:
         layout: Who owns what.
-        refined: The cells, sorted; default those that the layout's own boxes cut.
+        refined: The cells; default those that the layout's own boxes cut.
     """
     refined = _cells_of(layout) if refined is None else refined
-    starts = [cell.start for cell in refined]
-    found: list[list[list[int]]] = [[[] for _ in layout.spec.subgroups] for _ in refined]
+    found: list[list[list[int]]] = [[[] for _ in layout.spec.subgroups] for _ in refined.cells]
     for index, group in enumerate(layout.spec.subgroups):
         for rank in group.ranks:
             for box, _ in layout.boxes(rank):
-                # Sorted cells: those of a box start between its corners. A 0-d tensor is one cell.
-                first, last = bisect_left(starts, box.start), bisect_left(starts, box.stop)
-                for i in range(first, last if box.stop else 1):
-                    if box.contains(refined[i]):
-                        found[i][index].append(rank)
-    return {cell: tuple(map(tuple, by)) for cell, by in zip(refined, found, strict=True)}
+                for number in refined.numbers(box):
+                    found[number][index].append(rank)
+    return {cell: tuple(map(tuple, by)) for cell, by in zip(refined.cells, found, strict=True)}
 
 
-def _cells_of(*layouts: Layout) -> list[Box]:
-    return cells(
+def _cells_of(*layouts: Layout) -> Grid:
+    return Grid(
         box for layout in layouts for rank in layout.spec.ranks for box, _ in layout.boxes(rank)
     )
 

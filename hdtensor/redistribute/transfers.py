@@ -6,14 +6,14 @@ shard counts: TP 2 beside TP 3 and uneven chunks need nothing of their own.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hdtensor.errors import RedistributeError
-from hdtensor.placements import Box, cells
+from hdtensor.placements import Box
+from hdtensor.placements.box import Grid
 from hdtensor.redistribute.topology import UNIFORM, Topology
 
 
@@ -121,12 +121,11 @@ def transfer_table(
     """
     held = {rank: tuple(boxes) for rank, boxes in src.items()}
     wanted = {rank: tuple(boxes) for rank, boxes in dst.items()}
-    grid = cells(box for side in (held, wanted) for boxes in side.values() for box in boxes)
-    starts = [cell.start for cell in grid]
-    owners = _ranks_of(held, grid, starts)
-    needers = _ranks_of(wanted, grid, starts)
+    grid = Grid(box for side in (held, wanted) for boxes in side.values() for box in boxes)
+    owners = _ranks_of(held, grid)
+    needers = _ranks_of(wanted, grid)
     rows = []
-    for cell, own, need in zip(grid, owners, needers, strict=True):
+    for cell, own, need in zip(grid.cells, owners, needers, strict=True):
         if need and not own:
             raise RedistributeError(
                 f"ranks {need} need [{cell.start} to {cell.stop}), which no rank holds; the source's "
@@ -227,24 +226,15 @@ def choose(
         transfers.append(Transfer(cell, sender[0], needer))
 
 
-def _ranks_of(
-    boxes_of: Mapping[int, Sequence[Box]], grid: Sequence[Box], starts: Sequence[tuple[int, ...]]
-) -> list[list[int]]:
-    """Return the ranks that have each cell of a sorted grid in a box."""
-    found: list[list[int]] = [[] for _ in grid]
+def _ranks_of(boxes_of: Mapping[int, Sequence[Box]], grid: Grid) -> list[list[int]]:
+    """Return the ranks that have each cell of a grid in a box."""
+    found: list[list[int]] = [[] for _ in grid.cells]
     by_boxes: dict[tuple[Box, ...], list[int]] = {}
     for rank, boxes in boxes_of.items():
-        indices = by_boxes.get(tuple(boxes))
-        if indices is None:
-            indices = by_boxes[tuple(boxes)] = [
-                i for box in boxes for i in _cells_in(box, grid, starts)
-            ]
-        for i in indices:
-            found[i].append(rank)
+        numbers = by_boxes.get(tuple(boxes))
+        if numbers is None:
+            numbers = [number for box in boxes for number in grid.numbers(box)]
+            by_boxes[tuple(boxes)] = numbers
+        for number in numbers:
+            found[number].append(rank)
     return found
-
-
-def _cells_in(box: Box, grid: Sequence[Box], starts: Sequence[tuple[int, ...]]) -> list[int]:
-    # Sorted cells: those of a box start between its corners. A 0-d tensor is one cell.
-    first, last = bisect_left(starts, box.start), bisect_left(starts, box.stop)
-    return [i for i in range(first, last if box.stop else 1) if box.contains(grid[i])]
