@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "relay.md"
 PLANS = ROOT / "tests" / "paper" / "data" / "plans.json"
 PATTERNS = (Pattern("lm_head.weight", "column", "last"),)
-#: fp32 parameters without a second copy would be 4 bytes; Table 4 counts 6.
+#: Bytes per parameter, as the paper's Table 4 counts.
 ITEMSIZE = 6
 REPEATS = 5
 
@@ -185,8 +185,8 @@ def main() -> None:
     head = f"""\
 # Relays in a switch of plans
 
-The fused scheme of the paper (Sec. 7) beside the relayed one, for parameters and optimizer states of a Llama
-32B ({ITEMSIZE} bytes per parameter, as Table 4 counts). Makespans are those of the link model: the busiest
+The fused scheme of the paper (Sec. 7) beside the relayed one, for the parameters of a Llama 32B
+({ITEMSIZE} bytes per parameter, as Table 4 counts). Makespans are those of the link model: the busiest
 direction of a NIC (50 GB/s) or of a rank's fast links (400 GB/s), nodes of 8 ranks; everything overlaps
 perfectly. The bound is proven for each switch by link prices (`hdtensor/redistribute/balance.py`). Planning
 times are the least of {REPEATS}, with empty caches.

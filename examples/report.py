@@ -1,4 +1,4 @@
-"""What ``train_llama.py`` shows: who holds what, a progress line, the comparison, a picture."""
+"""What ``train_llama.py`` shows: who holds what, a progress line, a switch, comparisons, a picture."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn
 from torch import Tensor, nn
 
-from hdtensor.debug import write_training_picture
-from hdtensor.placements import default_top_sizes, local_shape
+from hdtensor.debug.training import Phase, write_phased_training_picture
+from hdtensor.elastic import SwitchReport
+from hdtensor.placements import HDSpec, default_top_sizes, local_shape
 from hdtensor.plan import ExpandedPlan
 
 
@@ -99,8 +100,20 @@ def num_tokens(labels: Tensor) -> int:
     return int((labels[:, 1:] != IGNORED).sum())
 
 
+class Part(NamedTuple):
+    """What was done under one plan.
+
+    Attributes:
+        num_steps: How many steps.
+        shares: Each rank's share of their work.
+    """
+
+    num_steps: int
+    shares: dict[int, float]
+
+
 class Progress:
-    """A line with loss, tokens per second and each rank's share of the work.
+    """A line with loss, tokens per second and each rank's share of the work under the current plan.
 
     On a terminal it is one moving line, else some lines in all.
     """
@@ -110,7 +123,8 @@ class Progress:
         self.layout = layout
         self.num_steps = num_steps
         self.losses: list[float] = []
-        self.work = dict.fromkeys(range(layout.num_ranks), 0.0)
+        self._ended: list[Part] = []
+        self._work: list[dict[int, float]] = []
         #: Seconds and tokens of the last steps, for a rate without the slow first step.
         self._recent: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS)
         self._clock = time.perf_counter()
@@ -138,10 +152,26 @@ class Progress:
         self._bar.stop()
 
     @property
-    def shares(self) -> dict[int, float]:
-        """Each rank's share of the work so far."""
-        num_steps = max(len(self.losses), 1)
-        return {rank: part / num_steps for rank, part in self.work.items()}
+    def current(self) -> Part:
+        """What was done under the current plan so far."""
+        num_steps = max(len(self._work), 1)
+        ranks = range(self.layout.num_ranks)
+        shares = {rank: sum(work[rank] for work in self._work) / num_steps for rank in ranks}
+        return Part(len(self._work), shares)
+
+    @property
+    def parts(self) -> list[Part]:
+        """What was done under each plan."""
+        return [*self._ended, self.current]
+
+    def switch(self, layout: Layout, text: str) -> None:
+        """Count from now on under another plan, and show the text."""
+        self._ended.append(self.current)
+        self._work = []
+        self.layout = layout
+        if self._is_shown:
+            print(text, flush=True)
+        self._clock = time.perf_counter()
 
     def advance(self, loss: float, labels: Tensor) -> None:
         """Count a step and show it."""
@@ -149,18 +179,43 @@ class Progress:
         now = time.perf_counter()
         self._recent.append((now - self._clock, num_tokens(labels)))
         self._clock = now
-        for rank, part in self.layout.work(labels).items():
-            self.work[rank] += part
+        self._work.append(self.layout.work(labels))
         step = len(self.losses)
         if not self._is_shown:
             return
         seconds, tokens = map(sum, zip(*self._recent, strict=True))
-        shares = " ".join(f"{100 * part:.0f}" for part in self.shares.values())
+        shares = " ".join(f"{100 * part:.0f}" for part in self.current.shares.values())
         text = f"loss {loss:.3f}  {tokens / seconds:6,.0f} tokens/s  work by rank {shares} %"
         if self._is_moving:
             self._bar.update(self._task, advance=1, description=text, refresh=True)
         elif step in (1, self.num_steps) or step % max(1, self.num_steps // NUM_LINES) == 0:
             print(f"step {step:>4}/{self.num_steps}  {text}", flush=True)
+
+
+def switched(report: SwitchReport, name: str, layout: Layout, num_steps: int) -> str:
+    """Return what a switch did: the new plan, what changed place, and what each rank sent and received.
+
+    Args:
+        report: What ``hdtensor.switch`` returned.
+        name: Of the new plan.
+        layout: Of the new plan.
+        num_steps: Steps made before.
+    """
+    plan = report.plan
+    states = sum(":" in name for name in report.moved)
+    rounds = "1 round" if report.num_rounds == 1 else f"{report.num_rounds} rounds"
+    lines = [
+        f"\nafter step {num_steps} switched in place to {name}: {layout.plan.inputs}",
+        f"{layout}",
+        f"moved: {len(report.moved) - states} parameters, {states} tensors of AdamW's state, "
+        f"{plan.num_bytes / 2**20:.1f} MiB between ranks in {rounds}, {report.seconds:.3f} s",
+    ]
+    for rank in range(layout.num_ranks):
+        sent, received = (
+            sum(side.get(rank, {}).values()) for side in (plan.sent_bytes, plan.received_bytes)
+        )
+        lines.append(f"  rank {rank:<3}sent {sent:>10,} bytes, received {received:>10,} bytes")
+    return "\n".join([*lines, ""])
 
 
 def summary(losses: Sequence[float], num_last: int = 10) -> str:
@@ -171,49 +226,83 @@ def summary(losses: Sequence[float], num_last: int = 10) -> str:
 
 
 def compare(
-    losses: Sequence[float], reference: Sequence[float], num_ranks: int, tolerance: float
+    losses: Sequence[float],
+    reference: Sequence[float],
+    num_ranks: int,
+    tolerance: float,
+    *,
+    after: int = 0,
 ) -> tuple[bool, str]:
     """Return whether losses are those of one process, and a table that shows it.
 
     Args:
         losses: Of each step.
-        reference: Of the first steps, on one process.
+        reference: Of some steps in a row, on one process.
         num_ranks: Processes that ``losses`` come from.
         tolerance: Each relative difference must be below it; NaN is not.
+        after: Steps before the first of ``reference``, which then began with the state after them.
     """
-    lines = [
-        f"\nthe first {len(reference)} steps beside plain PyTorch on one process:",
-        f"  step   {num_ranks} processes   1 process   relative difference",
-    ]
-    differences = []
-    for step, (ours, theirs) in enumerate(zip(losses, reference, strict=False), start=1):
-        differences.append(abs(ours - theirs) / abs(theirs))
-        lines.append(f"  {step:>4}   {ours:11.7f}   {theirs:9.7f}   {differences[-1]:.1e}")
-    is_equal = all(difference < tolerance for difference in differences)
+    title = f"the first {len(reference)} steps beside plain PyTorch on one process:"
+    if after:
+        title = (
+            f"the first {len(reference)} steps after the switch beside plain PyTorch on one process, "
+            f"which\ngoes on with the weights and AdamW states of before the switch:"
+        )
+    lines = [f"\n{title}", f"  step   {num_ranks} processes   1 process   relative difference"]
+    found = differences(losses[after:], reference)
+    rows = zip(losses[after:], reference, found, strict=False)
+    for step, (ours, theirs, difference) in enumerate(rows, start=after + 1):
+        lines.append(f"  {step:>4}   {ours:11.7f}   {theirs:9.7f}   {difference:.1e}")
+    is_equal = all(difference < tolerance for difference in found)
     verdict = "equal" if is_equal else "NOT EQUAL"
-    largest = max(differences, key=lambda difference: (math.isnan(difference), difference))
-    lines.append(f"{verdict}: differences up to {largest:.1e}, allowed below {tolerance:.0e}")
+    lines.append(
+        f"{verdict}: differences up to {largest(found):.1e}, allowed below {tolerance:.0e}"
+    )
     return is_equal, "\n".join(lines)
+
+
+def differences(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Return the relative differences of the steps that both have."""
+    pairs = zip(losses, reference, strict=False)
+    return [abs(ours - theirs) / abs(theirs) for ours, theirs in pairs]
+
+
+def largest(values: Sequence[float]) -> float:
+    """Return the largest value, or NaN if there is one."""
+    return max(values, key=lambda value: (math.isnan(value), value))
 
 
 def draw(
     path: Path,
-    layout: Layout,
+    layouts: Sequence[Layout],
     losses: Sequence[float],
     reference: Sequence[float],
-    shares: Mapping[int, float],
+    parts: Sequence[Part],
 ) -> Path:
-    """Write the loss curve, each rank's share, and who owns what of the batch and some parameters."""
-    pictured = {
+    """Write the loss curve, and for each plan the ranks' shares and who owns what.
+
+    Args:
+        path: Of the picture.
+        layouts: Of the plans, in order.
+        losses: Of each step.
+        reference: Of the first steps on one process; empty if there are none.
+        parts: What was done under each plan.
+    """
+    phases = [
+        Phase(
+            part.num_steps,
+            part.shares,
+            {"input_ids": (layout.plan.inputs, layout.batch_shape), **_pictured(layout)},
+        )
+        for layout, part in zip(layouts, parts, strict=True)
+    ]
+    title = "Llama on the functions of Python's standard library"
+    return write_phased_training_picture(path, losses, reference, phases=phases, title=title)
+
+
+def _pictured(layout: Layout) -> dict[str, tuple[HDSpec, tuple[int, ...]]]:
+    return {
         name: (layout.plan.tensors[name], shape)
         for name, shape in layout.shapes.items()
         if name.endswith(PICTURED)
     }
-    return write_training_picture(
-        path,
-        losses,
-        reference,
-        shares=shares,
-        specs={"input_ids": (layout.plan.inputs, layout.batch_shape), **pictured},
-        title="Llama on the functions of Python's standard library",
-    )

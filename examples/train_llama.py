@@ -3,20 +3,22 @@
     python examples/train_llama.py
     torchrun --nproc-per-node 4 examples/train_llama.py --plan my_plan.json
 
-By default ranks 0 and 1 share every layer (tensor parallelism of degree 2) and take 5 of 8 rows of each
-batch, rank 2 takes the other 3 alone, and rank 3 holds nothing. The text is the functions of Python's
-own standard library, as bytes. At the end the first steps are repeated with plain PyTorch on one
-process, and the losses must be the same. docs/demo.md explains what is printed.
+By default ranks 0 and 1 share every layer (tensor parallelism of degree 2) and take half of each batch,
+ranks 2 and 3 take a quarter each, alone. Half-way the plan is switched in place: then ranks 2 and 3 are
+the pair, and 0 and 1 alone. The text is the functions of Python's own standard library, as bytes. At the
+end the first steps, and those after the switch, are repeated with plain PyTorch on one process, and the
+losses must be the same. docs/demo.md explains what is printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import io
 import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import launch
 import report
@@ -30,6 +32,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hdtensor as hd
 
 
+PLANS = Path(__file__).resolve().parent / "plans"
+FIRST_PLAN, SECOND_PLAN = PLANS / "three_subgroups.json", PLANS / "other_pairs.json"
 NUM_RANKS = 4
 SEED = 0
 WARMUP_STEPS = 10
@@ -56,75 +60,126 @@ def build_model(context: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(
-    options: argparse.Namespace, functions: list[bytes], plan: hd.AnnotationPlan | None
-) -> Iterator[tuple[float, Tensor]]:
-    """Train step by step: with a plan on all ranks together, without one on this process alone.
+class Training:
+    """A training: with a plan on all ranks together, without one on this process alone."""
 
-    Yields:
-        The loss, the mean over all tokens of the batch that count, and the batch's labels.
-    """
-    model = build_model(options.context)
-    if plan is not None:
-        hd.parallelize(model, plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    warmup = LinearLR(optimizer, start_factor=1 / WARMUP_STEPS, total_iters=WARMUP_STEPS)
-    batches = Batches(functions, options.batch, options.context, SEED)
-
-    for input_ids, labels in itertools.islice(batches, options.steps):
-        batch = {"input_ids": input_ids, "labels": labels}
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        functions: list[bytes],
+        plan: hd.AnnotationPlan | None = None,
+    ) -> None:
+        """Build model, optimizer and batches."""
+        self.model = build_model(options.context)
+        self.has_plan = plan is not None
         if plan is not None:
-            batch = hd.distribute_batch(model, batch)
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        warmup.step()
-        yield float(loss.item() if plan is None else hd.item(loss)), labels
+            hd.parallelize(self.model, plan)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr)
+        self.warmup = LinearLR(
+            self.optimizer, start_factor=1 / WARMUP_STEPS, total_iters=WARMUP_STEPS
+        )
+        self.batches = Batches(functions, options.batch, options.context, SEED)
+        self.num_steps = 0
+
+    def train(self, num_steps: int) -> Iterator[tuple[float, Tensor]]:
+        """Go on for some steps.
+
+        Yields:
+            The loss, the mean over all tokens of the batch that count, and the batch's labels.
+        """
+        for _ in range(num_steps):
+            input_ids, labels = self.batches.at(self.num_steps)
+            batch = {"input_ids": input_ids, "labels": labels}
+            if self.has_plan:
+                batch = hd.distribute_batch(self.model, batch)
+            loss = self.model(**batch).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.warmup.step()
+            self.num_steps += 1
+            yield float(hd.item(loss) if self.has_plan else loss.item()), labels
+
+    def switch(self, plan: hd.AnnotationPlan) -> hd.elastic.SwitchReport:
+        """Go on under another plan: weights and optimizer states change place."""
+        return hd.switch(self.model, plan, self.optimizer)
+
+    def state(self) -> bytes:
+        """Return all that a training without a plan needs to go on from here; all ranks call it."""
+        weights = {name: _whole(p) for name, p in self.model.named_parameters()}
+        optimizer = self.optimizer.state_dict()
+        optimizer["state"] = {
+            number: {key: _whole(value) for key, value in state.items()}
+            for number, state in optimizer["state"].items()
+        }
+        file = io.BytesIO()
+        torch.save((weights, optimizer, self.warmup.state_dict(), self.num_steps), file)
+        return file.getvalue()
+
+    def load(self, state: bytes) -> None:
+        """Go on from a state."""
+        weights, optimizer, warmup, self.num_steps = torch.load(io.BytesIO(state))
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(optimizer)
+        self.warmup.load_state_dict(warmup)
+
+
+def _whole(value: Any) -> Any:
+    return hd.full_tensor(value.detach()) if isinstance(value, hd.HDTensor) else value
 
 
 def train_on_this_rank(
     options: argparse.Namespace,
     functions: list[bytes],
-    plan: hd.AnnotationPlan,
-    layout: report.Layout,
-) -> tuple[list[float], dict[int, float]]:
-    """Train as one of several ranks; return the losses and each rank's share of the work."""
+    plans: list[hd.AnnotationPlan],
+    layouts: list[report.Layout],
+) -> tuple[list[float], list[report.Part], bytes]:
+    """Train as one of several ranks, half-way under another plan if there are two.
+
+    Returns:
+        The losses, what was done under each plan, and the state before the switch.
+    """
     rank = dist.get_rank()
-    with report.Progress(layout, options.steps, is_shown=rank == 0) as progress:
-        for loss, labels in train(options, functions, plan):
+    training = Training(options, functions, plans[0])
+    state = b""  # for the check only
+    with report.Progress(layouts[0], options.steps, is_shown=rank == 0) as progress:
+        for loss, labels in training.train(options.switch_at or options.steps):
             progress.advance(loss, labels)
+        if options.switch_at:
+            state = b"" if options.no_check else training.state()
+            done = training.switch(plans[1])
+            progress.switch(
+                layouts[1],
+                report.switched(done, options.switch_to.name, layouts[1], options.switch_at),
+            )
+            for loss, labels in training.train(options.steps - options.switch_at):
+                progress.advance(loss, labels)
     dist.barrier()  # rank 0's progress line stands
-    if rank in plan.outside(dist.get_world_size()):
+    if rank in plans[-1].outside(dist.get_world_size()):
         # With its newline, or lines of several such ranks could run together.
         line = f"rank {rank} holds nothing and sees loss {progress.losses[-1]:.4f}\n"
         print(line, end="", flush=True)
-    return progress.losses, progress.shares
+    return progress.losses, progress.parts, state
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the example; return the exit status."""
     num_ranks = launch.world_size(NUM_RANKS)
-    plan = hd.AnnotationPlan.load(options.plan)
-    plan.check(world_size=num_ranks)
-    with torch.device("meta"):
-        model = build_model(options.context)
-    layout = report.Layout(plan.expand(model), model, (options.batch, options.context), num_ranks)
-    # A rehearsal: what does not fit the model is found out here, before any process starts.
-    with hd.as_rank(0):
-        hd.parallelize(model, plan)
+    paths = [options.plan, options.switch_to] if options.switch_at else [options.plan]
+    plans = [hd.AnnotationPlan.load(path) for path in paths]
+    layouts = [rehearse(plan, options, num_ranks) for plan in plans]
 
     functions = load_functions()
     if launch.is_first():
         num_bytes = sum(map(len, functions))
         print(f"{len(functions):,} functions of Python's standard library, {num_bytes:,} bytes")
-        print(f"plan {options.plan.name}: {layout.plan.inputs}\n{layout}\n", flush=True)
+        print(f"plan {options.plan.name}: {layouts[0].plan.inputs}\n{layouts[0]}\n", flush=True)
     outcome = launch.run(
         train_on_this_rank,
         options,
         functions,
-        plan,
-        layout,
+        plans,
+        layouts,
         num_ranks=num_ranks,
         time_limit=options.time_limit,
         expected=(hd.PlanError,),
@@ -132,37 +187,82 @@ def run(options: argparse.Namespace) -> int:
     if outcome is None:  # rank 0 of the launcher's processes does the rest
         return 0
 
-    losses, shares = outcome
+    losses, parts, state = outcome
     print(report.summary(losses))
-    reference: list[float] = []
-    is_equal = True
+    is_equal, reference = True, []
     if not options.no_check:
-        alone = itertools.islice(train(options, functions, plan=None), CHECKED_STEPS)
-        reference = [loss for loss, _ in alone]
-        is_equal, text = report.compare(losses, reference, num_ranks, TOLERANCE)
-        print(text)
-    picture = report.draw(options.output / "train_llama.svg", layout, losses, reference, shares)
+        is_equal, reference = check(options, functions, losses, state, num_ranks)
+    picture = report.draw(options.output / "train_llama.svg", layouts, losses, reference, parts)
     print(f"picture: {picture}")
     return 0 if is_equal else 1
 
 
+def rehearse(plan: hd.AnnotationPlan, options: argparse.Namespace, num_ranks: int) -> report.Layout:
+    """Find out what does not fit the model before any process starts; return who holds what."""
+    plan.check(world_size=num_ranks)
+    with torch.device("meta"):
+        model = build_model(options.context)
+    layout = report.Layout(plan.expand(model), model, (options.batch, options.context), num_ranks)
+    with hd.as_rank(0):
+        hd.parallelize(model, plan)
+    return layout
+
+
+def check(
+    options: argparse.Namespace,
+    functions: list[bytes],
+    losses: list[float],
+    state: bytes,
+    num_ranks: int,
+) -> tuple[bool, list[float]]:
+    """Repeat steps on this process alone and print both losses.
+
+    Returns:
+        Whether they are the same, and the losses of the first steps here; with a switch up to some steps
+        after it.
+    """
+    num_steps = min(options.switch_at + CHECKED_STEPS, options.steps)
+    reference = [loss for loss, _ in Training(options, functions).train(num_steps)]
+    is_equal, text = report.compare(losses, reference[:CHECKED_STEPS], num_ranks, TOLERANCE)
+    print(text)
+    if options.switch_at:
+        training = Training(options, functions)
+        training.load(state)
+        later = [loss for loss, _ in training.train(num_steps - options.switch_at)]
+        is_same, text = report.compare(losses, later, num_ranks, TOLERANCE, after=options.switch_at)
+        print(text)
+        away = report.largest(report.differences(losses, reference))
+        print(f"\none process from step 1 to step {num_steps}: differences up to {away:.1e}")
+        is_equal = is_equal and is_same
+    return is_equal, reference
+
+
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    plan = Path(__file__).resolve().parent / "plans" / "two_unlike.json"
     parser = argparse.ArgumentParser(
         description="Train a small Llama on processes that are not alike.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--plan", default=plan, type=Path, help="who holds what, as JSON")
+    add("--plan", default=FIRST_PLAN, type=Path, help="who holds what, as JSON")
+    switch = parser.add_mutually_exclusive_group().add_argument
+    switch(
+        "--switch-to",
+        type=Path,
+        metavar="PLAN",
+        help=f"plan of the second half; without --plan {SECOND_PLAN.name}, with it none",
+    )
+    switch("--no-switch", action="store_true", help="keep the first plan")
+    add("--switch-at", type=whole, metavar="STEP", help="steps before the switch; half by default")
     add("--steps", default=100, type=whole, help="batches to train on")
     add("--batch", default=16, type=whole, help="rows of a batch, over all ranks")
     add("--context", default=128, type=whole, help="tokens of a row")
     add("--lr", default=3e-3, type=positive, help="learning rate after the warmup")
     add("--output", default=Path("outputs"), type=Path, help="folder of the picture")
-    add("--no-check", action="store_true", help="do not repeat the first steps on one process")
+    add("--no-check", action="store_true", help="do not repeat steps on one process")
     add("--time-limit", default=600.0, type=positive, help="seconds after which all processes end")
     options = parser.parse_args()
+    check_switch(parser, options)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -170,6 +270,23 @@ def parse_options() -> argparse.Namespace:
     if options.context < 2:
         parser.error("argument --context: must be at least 2, one token to see and one to predict")
     return options
+
+
+def check_switch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Set where and to what to switch: ``switch_at`` is 0 where no switch is wanted."""
+    if options.switch_to is None and not options.no_switch:
+        options.switch_to = SECOND_PLAN if options.plan.resolve() == FIRST_PLAN else None
+    if options.switch_to is None:
+        if options.switch_at is not None:
+            parser.error("argument --switch-at: say to which plan, with --switch-to")
+        options.switch_at = 0
+        return
+    if options.steps < 2:
+        parser.error("argument --steps: must be at least 2 to switch half-way; or add --no-switch")
+    if options.switch_at is None:
+        options.switch_at = options.steps // 2
+    if options.switch_at >= options.steps:
+        parser.error(f"argument --switch-at: must be below --steps, {options.steps}")
 
 
 def whole(text: str) -> int:

@@ -93,6 +93,7 @@ class GradientSync:
             moved = execute_many(
                 [plan for _, plan in work],
                 [p.grad._local_tensor for p, _ in work],  # type: ignore[union-attr]
+                donate=True,
             )
         for (parameter, _), local in zip(work, moved, strict=True):
             parameter.grad = wrap(local, _home(parameter._spec, parameter.grad.dtype))  # type: ignore[attr-defined,union-attr]

@@ -120,7 +120,7 @@ def prepare_plan(model: nn.Module, plan: ExpandedPlan) -> None:
     Raises:
         PlanError: If the plan does not fit the model or the world, or needs what does not exist yet.
     """
-    _check_supported(plan)
+    check_supported(plan)
     if not dist.is_initialized() or is_played():
         return
     plan.check(world_size=dist.get_world_size())
@@ -243,7 +243,12 @@ def sync_gradients(model: nn.Module) -> None:
 # -- checks ------------------------------------------------------------------------------------------------------
 
 
-def _check_supported(plan: ExpandedPlan) -> None:
+def check_supported(plan: ExpandedPlan) -> None:
+    """Raise where a plan needs what is not executed.
+
+    Raises:
+        PlanError: For several stages in a pipeline, and for ZeRO.
+    """
     stages = [p for p in plan.points if p.kind == "stage"]
     if stages:
         raise PlanError(
@@ -255,7 +260,7 @@ def _check_supported(plan: ExpandedPlan) -> None:
 
 
 def _check(plan: ExpandedPlan, model: nn.Module, src_data_rank: int | None) -> None:
-    _check_supported(plan)
+    check_supported(plan)
     if not dist.is_initialized() or is_played():
         return
     plan.check(world_size=dist.get_world_size())

@@ -1,4 +1,4 @@
-"""Point-to-point messages: at most one per ordered pair of ranks, all issued together.
+"""Point-to-point messages, all issued together.
 
 Messages are issued in one order that all ranks share, sends and receives alike. So they match on
 transports that know no tags, and would not deadlock if each were to block until its peer arrives: the
@@ -7,7 +7,7 @@ first message that is not yet done has both its ends waiting for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -29,12 +29,15 @@ def exchange(sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
     Raises:
         GroupError: Inside ``as_rank``, or without a default process group.
     """
+    for rank in sends.keys() & recvs.keys():
+        if rank == dist.get_rank():
+            recvs[rank].copy_(sends[rank])
     start(sends, recvs)()
 
 
 def start(
-    sends: Mapping[int, Tensor],
-    recvs: Mapping[int, Tensor],
+    sends: Mapping[int, Tensor | Sequence[Tensor]],
+    recvs: Mapping[int, Tensor | Sequence[Tensor]],
     *,
     reverse: bool = False,
     timeout: timedelta | None = None,
@@ -42,8 +45,9 @@ def start(
     """Start all messages; the function returned waits for them.
 
     Args:
-        sends: Global rank of the receiver -> contiguous buffer, not to be written before the wait.
-        recvs: Global rank of the sender -> contiguous buffer that is overwritten.
+        sends: Global rank of the receiver -> contiguous buffers, not to be written before the wait.
+        recvs: Global rank of the sender -> contiguous buffers that are overwritten. Several of one pair
+            are matched in their order.
         reverse: Whether these are messages of a backward pass, which have their own channel: forward
             and backward messages of one pair may then pass each other.
         timeout: How long to wait for each message; default the process group's.
@@ -55,10 +59,8 @@ def start(
         return _nothing
     group, tag = message_channel(reverse=reverse)
     me, world = dist.get_rank(), dist.get_world_size()
-    if me in sends:
-        recvs[me].copy_(sends[me])
-    messages = [(me, peer, buffer) for peer, buffer in sends.items() if peer != me]
-    messages += [(peer, me, buffer) for peer, buffer in recvs.items() if peer != me]
+    messages = [(me, peer, buffer) for peer, buffer in _each(sends) if peer != me]
+    messages += [(peer, me, buffer) for peer, buffer in _each(recvs) if peer != me]
     messages.sort(key=lambda message: place(message[0], message[1], world))
     operations = [
         dist.P2POp(dist.isend, _as_bytes(buffer), dst, group, tag)
@@ -78,6 +80,12 @@ def start(
                 work.wait(timeout)
 
     return wait
+
+
+def _each(buffers: Mapping[int, Tensor | Sequence[Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    for peer, value in buffers.items():
+        for buffer in (value,) if isinstance(value, Tensor) else value:
+            yield peer, buffer
 
 
 def place(src: int, dst: int, num_ranks: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
+from hdtensor.collectives.memory import new_buffer
 from hdtensor.collectives.split import COMBINE, as_bytes
 from hdtensor.triton_kernels import pack_boxes
 
@@ -40,6 +41,30 @@ def pack(messages: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 def receive_buffers(messages: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return new flat bytes to receive messages of these pieces into, in one allocation."""
     return _joint(messages)[1].parts
+
+
+def flatten(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return pieces of one dtype as one new flat tensor.
+
+    Args:
+        pieces: Views of any strides.
+        like: Gives dtype and device where there is no piece.
+    """
+    if type(like) is not Tensor:  # traced: plain operators only
+        return torch.cat([p.reshape(-1) for p in pieces]) if pieces else like.new_empty(0)
+    out = new_buffer(like, (sum(piece.numel() for piece in pieces),))
+    pack_boxes.pack(pieces, as_bytes(out))
+    return out
+
+
+def unflatten(flat: Tensor, pieces: Sequence[Tensor]) -> None:
+    """Write a flat tensor into pieces of its dtype, ``flatten``'s inverse."""
+    if type(flat) is not Tensor:
+        parts = torch.split(flat, [piece.numel() for piece in pieces])
+        for piece, part in zip(pieces, parts, strict=True):
+            piece.copy_(part.view(piece.shape))
+    else:
+        pack_boxes.unpack(as_bytes(flat), pieces)
 
 
 def unpack(flat: Tensor, pieces: Sequence[Tensor]) -> None:
@@ -92,5 +117,5 @@ def _joint(messages: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], _Flats]:
         end = start + sum(piece.nbytes for piece in message)
         spans.append((start, end))
         pieces += message
-    whole = messages[0][0].new_empty(end, dtype=torch.uint8)
+    whole = new_buffer(messages[0][0], (end,), torch.uint8)
     return pieces, _Flats(whole, [whole[start:end] for start, end in spans])

@@ -1,43 +1,56 @@
 """Collectives on flat buffers with uneven parts: what every redistribute step is lowered to.
 
 Each function starts one collective and returns a ``Pending``; calling that waits and returns the result,
-so several can be in flight. All are built on torch's functional collectives, which ``torch.compile``
-keeps in its graph.
+so several can be in flight.
 
-==================  ==========================  ========================================================
-function            even parts                  uneven parts
-==================  ==========================  ========================================================
-``all_reduce``      all_reduce                  (has no parts)
-``all_gather``      all_gather_into_tensor      all_to_all_single: as many bytes, no padding
-``reduce_scatter``  reduce_scatter_tensor       all_to_all_single and a local reduction, in rank order
-``all_to_all``      all_to_all_single           all_to_all_single
-==================  ==========================  ========================================================
+==================  =========================  ========================================================
+function            even parts                 uneven parts
+==================  =========================  ========================================================
+``all_reduce``      allreduce                  (has no parts)
+``all_gather``      all_gather_single          messages: as many bytes, no padding
+``reduce_scatter``  reduce_scatter_single      all_to_all_single and a local reduction, in rank order
+                    (gloo: as uneven)
+``all_to_all``      all_to_all_single          all_to_all_single
+==================  =========================  ========================================================
+
+gloo's own reduce-scatter is an all-reduce of a copy, which sends twice as much.
 
 Data that is only moved travels as bytes, so every dtype works. A reduction that the backends lack for
-a dtype (int16, complex product, ...) gathers the terms and reduces them locally, in rank order.
+a dtype (int16, complex product, ...) gathers the terms and reduces them locally, in rank order. The
+process group's methods are called, not the functions of ``torch.distributed`` around them: those cost
+more than the rest together for a small tensor.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import ReduceScatterOptions
 from torch.distributed.tensor import Partial
 
+from hdtensor.collectives.groups import device_type
+from hdtensor.collectives.memory import new_buffer
 from hdtensor.errors import RedistributeError
 
 
 #: Call it once to wait for the collective and get its flat result.
 Pending: TypeAlias = Callable[[], Tensor]
 
-_c10d = torch.ops._c10d_functional
+#: Reductions by name, for process groups.
+C10D_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
-# What gloo and NCCL both reduce natively; a bool goes as a byte.
-_NATIVE = frozenset(
+#: What gloo and NCCL both reduce natively; a bool goes as a byte.
+NATIVE = frozenset(
     {
         torch.float64,
         torch.float32,
@@ -59,7 +72,9 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
 _BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 
 
-def all_reduce(flat: Tensor, op: Partial, num_terms: int, group: dist.ProcessGroup) -> Pending:
+def all_reduce(
+    flat: Tensor, op: Partial, num_terms: int, group: dist.ProcessGroup, *, is_own: bool = False
+) -> Pending:
     """Start reducing ``flat`` over a group; every rank gets the whole result.
 
     Args:
@@ -67,17 +82,25 @@ def all_reduce(flat: Tensor, op: Partial, num_terms: int, group: dist.ProcessGro
         op: The pending reduction: sum, avg, max, min, product, or DTensor's p-norm.
         num_terms: What an average divides by; ranks without a term do not count.
         group: All its ranks call.
+        is_own: Whether ``flat`` may be overwritten.
 
     Raises:
         RedistributeError: If the dtype has no such reduction (``check_reducible``).
     """
     check_reducible(op, flat.dtype)
     sent, name, restore = _encode(flat, op, num_terms)
-    if sent.dtype in _NATIVE:
-        reduced = _c10d.all_reduce(sent, name, group.group_name)
-        return lambda: restore(_c10d.wait_tensor(reduced))
-    terms = all_gather(sent, (sent.numel(),) * group.size(), group)
-    return lambda: restore(reduce_terms(terms().view(group.size(), -1), name))
+    if sent.dtype not in NATIVE:
+        terms = all_gather(sent, (sent.numel(),) * group.size(), group)
+        return lambda: restore(reduce_terms(terms().view(group.size(), -1), name))
+    if not is_own and sent.data_ptr() == flat.data_ptr():
+        sent = new_buffer(sent, sent.shape).copy_(sent)
+    work = group.allreduce([sent], C10D_OPS[name])
+
+    def wait() -> Tensor:
+        work.wait()
+        return restore(sent)
+
+    return wait
 
 
 def all_gather(flat: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Pending:
@@ -88,18 +111,30 @@ def all_gather(flat: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> 
         sizes: Elements of each rank's part, in group order.
         group: All its ranks call.
     """
-    world, sent = len(sizes), as_bytes(flat)
+    out = new_buffer(flat, (sum(sizes),))
     if len(set(sizes)) == 1:
-        gathered = _c10d.all_gather_into_tensor(sent, world, group.group_name)
+        works = [group.all_gather_single(as_bytes(out), as_bytes(flat))]
     else:
-        bytes_per_element = flat.element_size()
-        gathered = _c10d.all_to_all_single(
-            sent.repeat(world),
-            [size * bytes_per_element for size in sizes],
-            [sent.numel()] * world,
-            group.group_name,
-        )
-    return lambda: _c10d.wait_tensor(gathered).view(flat.dtype)
+        parts, me = out.split(list(sizes)), group.rank()
+        parts[me].copy_(flat)
+        works = []
+        sent = as_bytes(flat)
+        # Each message at its place in the order that all ranks share.
+        for distance in range(1, group.size()):
+            to, source = (me + distance) % group.size(), (me - distance) % group.size()
+            hops = [(me, to), (source, me)]
+            for giver, taker in sorted(hops):
+                if giver == me and flat.numel():
+                    works.append(group.send([sent], taker, 0))
+                elif taker == me and sizes[giver]:
+                    works.append(group.recv([as_bytes(parts[giver])], giver, 0))
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        return out
+
+    return wait
 
 
 def reduce_scatter(
@@ -120,9 +155,17 @@ def reduce_scatter(
     check_reducible(op, flat.dtype)
     sent, name, restore = _encode(flat, op, num_terms)
     world = len(sizes)
-    if len(set(sizes)) == 1 and sent.dtype in _NATIVE:
-        reduced = _c10d.reduce_scatter_tensor(sent, name, world, group.group_name)
-        return lambda: restore(_c10d.wait_tensor(reduced))
+    if len(set(sizes)) == 1 and sent.dtype in NATIVE and device_type() != "cpu":
+        out = new_buffer(sent, (sent.numel() // world,))
+        options = ReduceScatterOptions()
+        options.reduceOp = C10D_OPS[name]
+        work = group.reduce_scatter_single(out, sent, options)
+
+        def wait() -> Tensor:
+            work.wait()
+            return restore(out)
+
+        return wait
     if sent.dtype != flat.dtype and flat.is_complex():
         sizes = [2 * size for size in sizes]
     mine = sizes[group.rank()]
@@ -142,13 +185,19 @@ def all_to_all(
         group: All its ranks call.
     """
     width = flat.element_size()
-    received = _c10d.all_to_all_single(
+    out = new_buffer(flat, (sum(received_sizes),))
+    work = group.all_to_all_single(
+        as_bytes(out),
         as_bytes(flat),
         [size * width for size in received_sizes],
         [size * width for size in sent_sizes],
-        group.group_name,
     )
-    return lambda: _c10d.wait_tensor(received).view(flat.dtype)
+
+    def wait() -> Tensor:
+        work.wait()
+        return out
+
+    return wait
 
 
 def check_reducible(op: Partial, dtype: torch.dtype) -> None:

@@ -1,7 +1,12 @@
-"""``write_training_picture``: a loss curve, each rank's share, and who owns what, in one SVG file."""
+"""A loss curve, each rank's share, and who owns what, in one SVG file.
+
+``write_training_picture`` is for a training under one plan, ``write_phased_training_picture`` for one in
+which plans were switched.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,10 +23,26 @@ PlacedSpec: TypeAlias = (
     tuple[HDSpec, Sequence[int]] | tuple[HDSpec, Sequence[int], Sequence[int] | None]
 )
 
+
+class Phase(NamedTuple):
+    """The part of a training that ran under one plan.
+
+    Attributes:
+        num_steps: How many steps.
+        shares: Rank -> its part of the work in any unit; 0 for a rank outside.
+        specs: Name -> ``(spec, shape)`` or ``(spec, shape, top_sizes)``.
+    """
+
+    num_steps: int
+    shares: Mapping[int, float]
+    specs: Mapping[str, PlacedSpec]
+
+
 _CURVE = "#0072b2"
 _REFERENCE = "#d55e00"
 _GRID = "#dfe3e6"
 _OUTSIDE = "#b8bfc5"
+_SWITCH = "#6b7780"
 _CHART = (600.0, 300.0)
 _BARS = 230.0
 _PAGE_WIDTH = 980.0
@@ -58,21 +79,50 @@ def write_training_picture(
         ValueError: If no loss can be drawn, or a share is negative or not finite.
         SpecError: If a spec does not fit its shape.
     """
-    colours = subgroup_colours(placed[0] for placed in specs.values())
-    curve = _loss_chart(losses, reference_losses or (), log_scale=log_scale)
-    charts = [curve, _share_bars(shares, colours)] if shares else [curve]
-    top_row = canvas.beside(charts, gap=40, max_width=_PAGE_WIDTH)
-    pictures = [
-        spec_block(*placed, colours=colours, title=name, longest=110)
-        for name, placed in specs.items()
-    ]
-    blocks = [_heading(title), top_row]
-    if pictures:
-        blocks += [
-            _heading("Who owns what"),
-            canvas.beside(pictures, gap=36, max_width=_PAGE_WIDTH),
-            legend((placed[0] for placed in specs.values()), colours),
-        ]
+    phases = [Phase(max(len(losses), 1), shares, specs)]
+    return write_phased_training_picture(
+        path, losses, reference_losses, phases=phases, title=title, log_scale=log_scale
+    )
+
+
+def write_phased_training_picture(
+    path: str | Path,
+    losses: Sequence[float],
+    reference_losses: Sequence[float] | None = None,
+    *,
+    phases: Sequence[Phase],
+    title: str = "Training loss",
+    log_scale: bool = False,
+) -> Path:
+    """Write the same picture for a training in which plans were switched.
+
+    Each switch is a line across the curve, each phase has its own shares and specs.
+
+    Args:
+        path: Where to write; missing folders are made.
+        losses: Loss of each step, of all phases.
+        reference_losses: As for ``write_training_picture``.
+        phases: One for each plan, in order.
+        title: Heading.
+        log_scale: Whether the loss axis is logarithmic.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: As ``write_training_picture``; or if a phase has no step.
+        SpecError: If a spec does not fit its shape.
+    """
+    names = _steps_of(phases)
+    named = list(zip(names, phases, strict=True))
+    colours = subgroup_colours(placed[0] for phase in phases for placed in phase.specs.values())
+    switches = list(itertools.accumulate(phase.num_steps for phase in phases))[:-1]
+    curve = _loss_chart(losses, reference_losses or (), switches, log_scale=log_scale)
+    bars = [_share_bars(phase, name, colours) for name, phase in named if phase.shares]
+    charts = [curve, canvas.below(bars, gap=20)] if bars else [curve]
+    blocks = [_heading(title), canvas.beside(charts, gap=40, max_width=_PAGE_WIDTH)]
+    for name, phase in named:
+        blocks += _who_owns_what(phase, name, colours)
     picture = canvas.document(canvas.below(blocks, gap=18), description=title)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,6 +157,18 @@ def log_ticks(low: float, high: float) -> list[float]:
     return inside if len(inside) > 2 else nice_ticks(low, high)
 
 
+def _steps_of(phases: Sequence[Phase]) -> list[str]:
+    """Return what to add to each phase's headings; nothing where it is the only one."""
+    if any(phase.num_steps < 1 for phase in phases):
+        raise ValueError(
+            f"every phase must have a step, got {[phase.num_steps for phase in phases]}."
+        )
+    if len(phases) == 1:
+        return [""]
+    ends = itertools.accumulate((phase.num_steps for phase in phases), initial=0)
+    return [f", steps {first + 1} to {last}" for first, last in itertools.pairwise(ends)]
+
+
 class _Axis(NamedTuple):
     """A range of values laid over pixels."""
 
@@ -124,7 +186,9 @@ class _Axis(NamedTuple):
         return self.start + (self.stop - self.start) * (value - low) / (high - low)
 
 
-def _loss_chart(losses: Sequence[float], reference: Sequence[float], *, log_scale: bool) -> Block:
+def _loss_chart(
+    losses: Sequence[float], reference: Sequence[float], switches: Sequence[int], *, log_scale: bool
+) -> Block:
     points, references = _drawable(losses, log_scale), _drawable(reference, log_scale)
     if not points:
         raise ValueError(
@@ -139,6 +203,8 @@ def _loss_chart(losses: Sequence[float], reference: Sequence[float], *, log_scal
     up = _Axis(low, high, height - 40, 8, log_scale)
     ticks = log_ticks(low, high) if log_scale else nice_ticks(low, high, num=8)
     elements = _axes(across, up, ticks)
+    for after in switches:
+        elements += _mark(across.at(after + 0.5), across, up)
     shown = [(across.at(step), up.at(value)) for step, value in references]
     if len(shown) > _MAX_CIRCLES:
         elements += _segments(references, shown, _REFERENCE, 4.5)
@@ -185,6 +251,16 @@ def _axes(across: _Axis, up: _Axis, ticks: Sequence[float]) -> list[str]:
         canvas.text((across.start + across.stop) / 2, up.start + 34, "step", anchor="middle")
     )
     return elements
+
+
+def _mark(x: float, across: _Axis, up: _Axis) -> list[str]:
+    """Return the line of a switch, with its name on the side that has room."""
+    is_left = x < (across.start + across.stop) / 2
+    side, anchor = (6, "start") if is_left else (-6, "end")
+    return [
+        canvas.line([(x, up.start), (x, up.stop)], stroke=_SWITCH),
+        canvas.text(x + side, up.stop + 11, "switch", size=11, anchor=anchor, fill=_SWITCH),
+    ]
 
 
 def _segments(
@@ -236,17 +312,34 @@ def _key(losses: Sequence[float], reference: Sequence[float], num_left_out: int)
     return [Block(_CHART[0], 16, (mark, canvas.text(90, 12, entry))) for mark, entry in lines]
 
 
-def _share_bars(shares: Mapping[int, float], colours: Colours) -> Block:
-    """Return one bar per rank, as long as its part of the work."""
+def _who_owns_what(phase: Phase, steps: str, colours: Colours) -> list[Block]:
+    """Return the heading, the pictures and the legend of one phase."""
+    pictures = [
+        spec_block(*placed, colours=colours, title=name, longest=110)
+        for name, placed in phase.specs.items()
+    ]
+    if not pictures:
+        return []
+    return [
+        _heading(f"Who owns what{steps}"),
+        canvas.beside(pictures, gap=36, max_width=_PAGE_WIDTH),
+        legend((placed[0] for placed in phase.specs.values()), colours),
+    ]
+
+
+def _share_bars(phase: Phase, steps: str, colours: Colours) -> Block:
+    """Return one bar per rank, as long as its part of the work, in its subgroup's colour."""
+    shares = phase.shares
     for rank, share in shares.items():
         if not (math.isfinite(share) and share >= 0):
             raise ValueError(f"the share of rank {rank} must be finite and >= 0, got {share}.")
     total = sum(shares.values()) or 1.0
     largest = max(shares.values(), default=0.0) or 1.0
     colour_of: dict[int, str] = {}
-    for ranks, colour in colours.items():
-        colour_of = dict.fromkeys(ranks, colour) | colour_of  # the first subgroup's colour stays
-    elements = [canvas.text(0, 14, "Share of the work", size=13, bold=True)]
+    for ranks in (group.ranks for placed in phase.specs.values() for group in placed[0].subgroups):
+        # The first subgroup's colour stays.
+        colour_of = dict.fromkeys(ranks, colours[ranks]) | colour_of
+    elements = [canvas.text(0, 14, f"Share of the work{steps}", size=13, bold=True)]
     for row, (rank, share) in enumerate(sorted(shares.items())):
         y = 32 + 28.0 * row
         length = max((_BARS - 110) * share / largest, 1)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hdtensor.elastic.plan_switch import Item, SwitchPlan
 from hdtensor.errors import PlanError
-from hdtensor.placements import Box
+from hdtensor.placements.box import Box, cut_box
 from hdtensor.redistribute.pour import Route
-from hdtensor.redistribute.topology import Topology
-from hdtensor.redistribute.transfers import Transfer
+from hdtensor.redistribute.steps import Layout
 
 
 class Round(NamedTuple):
@@ -33,8 +32,9 @@ class Round(NamedTuple):
 def make_rounds(plan: SwitchPlan, budget_bytes: int, *, with_new: bool) -> tuple[Round, ...]:
     """Cut a switch into rounds, each of which takes at most the budget on every rank.
 
-    A route takes its bytes at both ends of each hop: the message that is sent and the one received.
-    Routes that take too much alone are cut into parts of whole rows.
+    A part that is packed takes its bytes at both ends of each hop: the message that is sent and the one
+    received; at a relay it lies in a buffer. Routes that take too much alone are cut into parts of whole
+    rows.
 
     Args:
         plan: What moves.
@@ -66,26 +66,33 @@ def is_kept(item: Item, rank: int) -> bool:
     return src.boxes(rank) == dst.boxes(rank) and src.local_shape(rank) == dst.local_shape(rank)
 
 
-def phases_of(
-    routes: Iterable[Route], topology: Topology
-) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[Transfer, ...]]:
-    """Return the hops of routes in the order in which they can be carried out.
+def is_direct(item: Item, box: Box, src: int, dst: int) -> bool:
+    """Return whether a part goes as a message of its own, from one local tensor into the other.
 
-    A hop that several routes share (the same box over the same first ranks) stands once.
-
-    Returns:
-        Inside the owner's node, to the rank whose NIC sends; between nodes; inside the needer's node.
+    It is large, and contiguous in both: it needs no buffer. What a relay holds is contiguous always.
     """
-    found: tuple[dict[tuple[int, ...], Transfer], ...] = ({}, {}, {})
-    for box, hops in routes:
-        pairs = list(itertools.pairwise(hops))
-        crossing = [k for k, (a, b) in enumerate(pairs) if topology.node(a) != topology.node(b)]
-        first = 1 - crossing[0] if crossing else 3 - len(pairs)
-        for k, (src, dst) in enumerate(pairs):
-            key = (*box.start, *box.stop, *hops[: k + 2])
-            found[first + k].setdefault(key, Transfer(box, src, dst))
-    gather, cross, spread = (tuple(hops.values()) for hops in found)
-    return gather, cross, spread
+    if box.numel * item.itemsize < DIRECT_BYTES:
+        return False
+    sides = ((item.src, src), (item.dst, dst))
+    return all(_is_contiguous(layout, rank, box) for layout, rank in sides)
+
+
+#: Smaller parts are joined to one message for each pair of ranks.
+DIRECT_BYTES = 1 << 18
+
+
+def _is_contiguous(layout: Layout, rank: int, box: Box) -> bool:
+    """Return whether a box is contiguous in a rank's local tensor, or in a buffer of its own."""
+    owned = [piece for piece in layout.boxes(rank) if piece.box.contains(box)]
+    if not owned:
+        return True
+    extents = layout.local_shape(rank)
+    inner = True  # whether all dims behind are whole
+    for size, extent in zip(reversed(box.shape), reversed(extents), strict=True):
+        if not inner and size != 1:
+            return False
+        inner = inner and size == extent
+    return True
 
 
 class _Maker:
@@ -107,7 +114,7 @@ class _Maker:
         new = self._new_bytes(item)
         needs: defaultdict[int, int] = defaultdict(int, new)
         for route in routes:
-            for rank, num_bytes in _ends(route, item.itemsize):
+            for rank, num_bytes in _ends(route, item):
                 needs[rank] += num_bytes
         if not self._fits(needs):
             self.flush(last=True)
@@ -125,7 +132,7 @@ class _Maker:
             )
         self._open(index, new)
         for route in _cut(routes, room // (4 * item.itemsize)):
-            ends = _ends(route, item.itemsize)
+            ends = _ends(route, item)
             if any(self._used[rank] + num_bytes > self.budget for rank, num_bytes in ends):
                 self.flush(last=False)
                 self._used.update(new)
@@ -162,11 +169,15 @@ class _Maker:
         }
 
 
-def _ends(route: Route, itemsize: int) -> list[tuple[int, int]]:
-    """Return what a route takes: at each hop's sender and receiver."""
-    num_bytes = route.box.numel * itemsize
-    hops = route.hops
-    return [(rank, num_bytes) for pair in itertools.pairwise(hops) for rank in pair]
+def _ends(route: Route, item: Item) -> list[tuple[int, int]]:
+    """Return what a route takes: buffers at each hop's sender and receiver, and at a relay its own."""
+    box, hops = route
+    num_bytes = box.numel * item.itemsize
+    taken = [(relay, num_bytes) for relay in hops[1:-1]]
+    for src, dst in itertools.pairwise(hops):
+        if not is_direct(item, box, src, dst):
+            taken += [(src, num_bytes), (dst, num_bytes)]
+    return taken
 
 
 def _cut(routes: Sequence[Route], most: int) -> Iterator[Route]:
@@ -176,26 +187,3 @@ def _cut(routes: Sequence[Route], most: int) -> Iterator[Route]:
             yield Route(box, hops)
         else:
             yield from (Route(part, hops) for part in cut_box(box, most))
-
-
-def cut_box(box: Box, most: int) -> Iterator[Box]:
-    """Yield parts of a box of at most ``most`` elements, whole rows where that is possible.
-
-    >>> [part.shape for part in cut_box(Box((0, 0), (5, 3)), 7)]
-    [(2, 3), (2, 3), (1, 3)]
-    >>> [part.shape for part in cut_box(Box((0, 0), (2, 3)), 2)]
-    [(1, 2), (1, 1), (1, 2), (1, 1)]
-    """
-    if box.numel <= most or not box.start:
-        yield box
-        return
-    shape = box.shape
-    dim = next(d for d, size in enumerate(shape) if size > 1)
-    rows = max(1, most // math.prod(shape[dim + 1 :]))
-    for first in range(box.start[dim], box.stop[dim], rows):
-        last = min(first + rows, box.stop[dim])
-        part = Box(
-            (*box.start[:dim], first, *box.start[dim + 1 :]),
-            (*box.stop[:dim], last, *box.stop[dim + 1 :]),
-        )
-        yield from cut_box(part, most)

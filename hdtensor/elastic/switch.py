@@ -29,13 +29,19 @@ from hdtensor._rank import current_rank
 from hdtensor._torch_compat import in_backward
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.local import prepare_groups
-from hdtensor.api.parallelize import ParallelState, prepare_plan, replace_plan, state_of
+from hdtensor.api.parallelize import (
+    ParallelState,
+    check_supported,
+    prepare_plan,
+    replace_plan,
+    state_of,
+)
 from hdtensor.collectives import groups, observe
 from hdtensor.elastic.plan_switch import Item, Rules, SwitchPlan, plan_items
 from hdtensor.elastic.rounds import Round, is_moved, make_rounds
 from hdtensor.elastic.state import Slot, parameter_slots, state_slots
 from hdtensor.elastic.transport import Cargo, Carrier
-from hdtensor.errors import SwitchError
+from hdtensor.errors import PlanError, SwitchError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements import HDSpec
 from hdtensor.placements.text import as_spec
@@ -91,7 +97,7 @@ class SwitchReport:
     def __str__(self) -> str:
         return (
             f"{len(self.moved)} tensors, {self.plan.num_bytes / 2**20:.1f} MiB in {self.num_rounds} "
-            f"rounds, {self.seconds:.3f} s"
+            f"round{'' if self.num_rounds == 1 else 's'}, {self.seconds:.3f} s"
         )
 
 
@@ -127,8 +133,7 @@ def switch(
     """
     options = SwitchOptions() if options is None else options
     state = state_of(model)
-    _check_between_steps(state)
-    expanded = plan.expand(ModelDescription.from_module(model), state.patterns)
+    expanded = _agreed_model_plan(model, plan, state)
     many = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     prepare_plan(model, expanded)
     state.sync.flush()
@@ -188,6 +193,33 @@ def _switch(
         num_rounds=len(rounds),
         seconds=time.perf_counter() - start,
     )
+
+
+def _agreed_model_plan(
+    model: nn.Module, plan: AnnotationPlan | ExpandedPlan, state: ParallelState
+) -> ExpandedPlan:
+    """Expand and check the plan; raise on every rank unless all can go on, with the same plan."""
+
+    def make() -> ExpandedPlan:
+        _check_between_steps(state)
+        if not isinstance(plan, AnnotationPlan):
+            raise PlanError(f"switch takes an AnnotationPlan, got a {type(plan).__name__}.")
+        expanded = plan.expand(ModelDescription.from_module(model), state.patterns)
+        check_supported(expanded)
+        if communicates():
+            expanded.check(world_size=dist.get_world_size())
+        return expanded
+
+    expanded, problem = attempt(make)
+    if communicates():
+        text = None if expanded is None else str(expanded.to_dict())
+        digest = None if text is None else hashlib.sha256(text.encode()).hexdigest()[:16]
+        said = exchange("switch", digest, problem)
+        require_alike("switch", said, "Pass the same plan on every rank.")
+    elif problem is not None:
+        raise problem
+    assert expanded is not None, "without a problem there is a plan"
+    return expanded
 
 
 def _agreed_plan(

@@ -9,11 +9,12 @@ from datetime import timedelta
 from torch import Tensor
 
 from hdtensor.collectives import observe, p2p
-from hdtensor.collectives.pack import is_alone, pack, receive_buffers, unpack
+from hdtensor.collectives.memory import new_buffer
+from hdtensor.collectives.pack import pack, receive_buffers, unpack
 from hdtensor.elastic.plan_switch import Item
-from hdtensor.elastic.rounds import Round, is_kept, phases_of
+from hdtensor.elastic.rounds import Round, is_direct, is_kept
 from hdtensor.placements import Box
-from hdtensor.redistribute.pour import Route
+from hdtensor.redistribute.pour import Route, phases_of
 from hdtensor.redistribute.steps import find_cell
 from hdtensor.redistribute.topology import Topology
 from hdtensor.redistribute.transfers import Transfer
@@ -38,8 +39,21 @@ class Cargo:
         if is_kept(self.item, rank):
             self.new = self.old
             return self.new
-        self.new = self.old.new_empty(self.item.dst.local_shape(rank))
+        self.new = new_buffer(self.old, self.item.dst.local_shape(rank))
         return self.new
+
+
+class _Parts:
+    """Parts on their way to or from each peer."""
+
+    def __init__(self) -> None:
+        self.alone: dict[int, list[Tensor]] = {}
+        self.joint: dict[int, list[Tensor]] = {}
+
+    def add(self, peer: int, part: Tensor, is_alone: bool) -> None:
+        """Add a part: a message of its own, or of the joint one."""
+        parts = self.alone if is_alone else self.joint
+        parts.setdefault(peer, []).append(part)
 
 
 class Carrier:
@@ -90,24 +104,33 @@ class Carrier:
             self._new_part(index, box).copy_(self._old_part(index, box))
 
     def _run_phase(self, transfers_of: dict[int, Iterable[Transfer]]) -> None:
-        sent: dict[int, list[Tensor]] = {}
-        received: dict[int, list[Tensor]] = {}
+        """Send and receive: large contiguous parts by themselves, the others of a pair as one message."""
+        sent, received = _Parts(), _Parts()
         for index in sorted(transfers_of, key=lambda i: (-self.cargo[i].item.itemsize, i)):
+            item = self.cargo[index].item
             for box, src, dst in transfers_of[index]:
-                if src == self.rank:
-                    sent.setdefault(dst, []).append(self._source(index, box))
-                elif dst == self.rank:
-                    received.setdefault(src, []).append(self._target(index, box))
-        outgoing = dict(zip(sent, pack(list(sent.values())), strict=True))
-        direct = {peer: pieces[0] for peer, pieces in received.items() if is_alone(pieces)}
-        rest = {peer: pieces for peer, pieces in received.items() if peer not in direct}
-        flats = dict(zip(rest, receive_buffers(list(rest.values())), strict=True))
-        if observe.listeners:
-            for peer, buffer in outgoing.items():
-                observe.notify("send_recv", (peer,), buffer.nbytes)
-        p2p.start(outgoing, direct | flats, timeout=self.timeout)()
+                if self.rank in (src, dst):
+                    is_alone = is_direct(item, box, src, dst)
+                    if src == self.rank:
+                        sent.add(dst, self._source(index, box), is_alone)
+                    else:
+                        received.add(src, self._target(index, box), is_alone)
+        joint = dict(zip(sent.joint, pack(list(sent.joint.values())), strict=True))
+        outgoing = {peer: [p.contiguous() for p in parts] for peer, parts in sent.alone.items()}
+        for peer, flat in joint.items():
+            outgoing.setdefault(peer, []).append(flat)
+        flats = dict(
+            zip(received.joint, receive_buffers(list(received.joint.values())), strict=True)
+        )
+        incoming = {peer: list(parts) for peer, parts in received.alone.items()}
         for peer, flat in flats.items():
-            unpack(flat, rest[peer])
+            incoming.setdefault(peer, []).append(flat)
+        if observe.listeners:
+            for peer, buffers in outgoing.items():
+                observe.notify("send_recv", (peer,), sum(buffer.nbytes for buffer in buffers))
+        p2p.start(outgoing, incoming, timeout=self.timeout)()
+        for peer, flat in flats.items():
+            unpack(flat, received.joint[peer])
 
     def _source(self, index: int, box: Box) -> Tensor:
         """Return a part to send: of the old tensor, of what was forwarded here, or of the new tensor."""
@@ -120,7 +143,7 @@ class Carrier:
         """Return where a part goes: into the new tensor, or a buffer to forward it from."""
         if any(piece.box.contains(box) for piece in self.cargo[index].item.dst.boxes(self.rank)):
             return self._new_part(index, box)
-        buffer = self.cargo[index].old.new_empty(box.shape)
+        buffer = new_buffer(self.cargo[index].old, box.shape)
         self._relayed[index, box] = buffer
         return buffer
 

@@ -158,3 +158,26 @@ class Grid:
             for place, a, b in zip(self._place, box.start, box.stop, strict=True)
         ]
         return itertools.product(*spans)
+
+
+def cut_box(box: Box, most: int) -> Iterator[Box]:
+    """Yield parts of a box of at most ``most`` elements, whole rows where that is possible.
+
+    >>> [part.shape for part in cut_box(Box((0, 0), (5, 3)), 7)]
+    [(2, 3), (2, 3), (1, 3)]
+    >>> [part.shape for part in cut_box(Box((0, 0), (2, 3)), 2)]
+    [(1, 2), (1, 1), (1, 2), (1, 1)]
+    """
+    if box.numel <= most or not box.start:
+        yield box
+        return
+    shape = box.shape
+    dim = next(d for d, size in enumerate(shape) if size > 1)
+    rows = max(1, most // math.prod(shape[dim + 1 :]))
+    for first in range(box.start[dim], box.stop[dim], rows):
+        last = min(first + rows, box.stop[dim])
+        part = Box(
+            (*box.start[:dim], first, *box.start[dim + 1 :]),
+            (*box.stop[:dim], last, *box.stop[dim + 1 :]),
+        )
+        yield from cut_box(part, most)

@@ -14,7 +14,8 @@ are a feasible dual): a demand cannot cost less than its cheapest source, so
 
     makespan * sum(prices) >= sum(bytes of a demand * price of its cheapest source)
 
-Only +, -, *, / are used, in one order: every rank, on any machine, finds the same numbers bit by bit.
+Only sums, +, -, *, / are used, in one order: with one version of Python, every rank on any machine finds
+the same numbers bit by bit.
 """
 
 from __future__ import annotations

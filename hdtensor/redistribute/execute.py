@@ -12,10 +12,13 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._rank import current_rank
-from hdtensor.collectives import observe, operators, split
+from hdtensor.collectives import observe, operators, pairs, split
 from hdtensor.collectives.groups import group_of
+from hdtensor.collectives.memory import new_buffer
+from hdtensor.collectives.pack import flatten, unflatten
 from hdtensor.errors import RedistributeError
-from hdtensor.placements import HDSpec, Subgroup
+from hdtensor.placements import Box, HDSpec, Subgroup
+from hdtensor.placements.box import cut_box
 from hdtensor.redistribute import messages
 from hdtensor.redistribute.program import Job, Pieces, Program, RankStep, Round, compile_plan
 from hdtensor.redistribute.resolve import resolve
@@ -64,6 +67,7 @@ def execute_many(
     locals_: Sequence[Tensor],
     *,
     bucket_bytes: int = BUCKET_BYTES,
+    donate: bool = False,
 ) -> list[Tensor]:
     """Carry out several plans at once, with like collectives fused into shared flat buffers.
 
@@ -74,6 +78,8 @@ def execute_many(
         plans: One per tensor, in the same order on every rank.
         locals_: This rank's local tensors.
         bucket_bytes: A buffer takes no further tensor once its cells are this large together.
+        donate: Whether the local tensors are not needed any more: those that are only reduced keep their
+            memory and are overwritten.
 
     Returns:
         The new local tensors, each as ``execute`` returns it.
@@ -91,7 +97,7 @@ def execute_many(
             rounds[number].append((i, step))
     state = [local.detach() for local in locals_]
     for number in sorted(rounds):
-        run_round(rounds[number], state, bucket_bytes)
+        run_round(rounds[number], state, bucket_bytes, donate=donate)
     return [_as_new(*each) for each in zip(programs, locals_, state, strict=True)]
 
 
@@ -162,11 +168,17 @@ def make_runner(plan: RedistributePlan, *, reverse: bool = False) -> Callable[[T
     program = compile_plan(plan, current_rank())
     if len(program.steps) == 1:
         step = program.steps[0][1]
-        if step.is_direct and step.jobs[0].is_whole:
+        if step.is_direct and step.jobs[0].is_whole and not _may_pair(step.jobs[0]):
             job, shape = step.jobs[0], step.shape
             sizes = job.num_sent, job.num_received
             return lambda local: _start(job, local.reshape(-1), *sizes)().view(shape)
     return lambda local: run_program(program, local, reverse=reverse)
+
+
+def _may_pair(job: Job) -> bool:
+    """Return whether elements of eight bytes would make the job large enough to go in a pair."""
+    is_pair = isinstance(job.collective, AllReduce) and len(job.collective.ranks) == 2
+    return is_pair and 8 * job.num_total >= pairs.MIN_BYTES
 
 
 def run_program(program: Program, local: Tensor, *, reverse: bool = False) -> Tensor:
@@ -190,11 +202,25 @@ def run_round(
     bucket_bytes: int,
     *,
     reverse: bool = False,
+    donate: bool = False,
 ) -> None:
-    """Carry out one step of each of several tensors, replacing their local tensors in ``state``."""
+    """Carry out one step of each of several tensors, replacing their local tensors in ``state``.
+
+    Args:
+        todo: (place in ``state``, this rank's step).
+        state: Local tensors.
+        bucket_bytes: As for ``execute_many``.
+        reverse: Whether messages go on the channel of backward passes.
+        donate: Whether the local tensors may be overwritten.
+    """
     items = [_Item(i, step, job, state[i]) for i, step in todo for job in step.jobs]
-    started = [(bucket, _launch(bucket)) for bucket in _buckets(items, bucket_bytes)]
-    fresh = {i: _new_local(step, state[i]) for i, step in todo if not step.is_direct}
+    in_pairs = [item for item in items if _is_in_pair(item)]
+    if in_pairs:
+        items = [item for item in items if not _is_in_pair(item)]
+    started = [(bucket, _launch(bucket, donate)) for bucket in _buckets(items, bucket_bytes)]
+    apart = {item.position for item in in_pairs}
+    fresh = {i: _new_local(step, state[i]) for i, step in todo if i in apart or not step.is_direct}
+    reductions = [_start_pair(item, fresh[item.position], donate) for item in in_pairs]
     parcels = [
         messages.Parcel(step, _plain(state[i]), fresh[i])
         for i, step in todo
@@ -202,14 +228,41 @@ def run_round(
     ]
     finish = messages.start(parcels, reverse=reverse) if parcels else None
     for i, step in todo:  # what a rank does alone hides behind the communication
-        if not step.is_direct:
+        if i in fresh:
             if step.op is None and not step.is_kept:
                 _copy(step, state[i], fresh[i])
             state[i] = fresh[i]
     for bucket, pending in started:
         _deliver(bucket, pending(), state)
+    pairs.finish_all(reductions)
     if finish is not None:
         finish()
+
+
+def _is_in_pair(item: _Item) -> bool:
+    collective = item.job.collective
+    if not isinstance(collective, AllReduce) or len(collective.ranks) != 2:
+        return False
+    num_bytes = item.job.num_total * item.local.element_size()
+    is_real = type(item.local) is Tensor
+    return is_real and pairs.is_pair(item.local.dtype, collective.op, num_bytes)
+
+
+def _start_pair(item: _Item, new: Tensor, donate: bool) -> pairs.PairReduction:
+    """Start an all-reduce of two ranks, chunk by chunk."""
+    collective = item.job.collective
+    assert isinstance(collective, AllReduce), "only all-reduces go in pairs"
+    old, most = _plain(item.local), pairs.CHUNK_BYTES // item.local.element_size()
+    chunks = []
+    for source, target in zip(item.job.sent[0], item.job.received[0], strict=True):
+        whole, into = old[source], new[target]
+        for box in cut_box(Box.whole(whole.shape), most):
+            chunk = box.slices_from((0,) * whole.ndim)
+            chunks.append((whole[chunk], into[chunk]))
+    if observe.listeners:
+        observe.notify("all_reduce", collective.ranks, sum(term.nbytes for term, _ in chunks))
+    group = group_of(collective.ranks)
+    return pairs.PairReduction(chunks, collective.op, group, donate=donate)
 
 
 def _plain(local: Tensor) -> Tensor:
@@ -265,27 +318,32 @@ def _buckets(items: Sequence[_Item], bucket_bytes: int) -> list[list[_Item]]:
     return [bucket for key in sorted(found) for bucket in found[key]]
 
 
-def _launch(bucket: Sequence[_Item]) -> split.Pending:
+def _launch(bucket: Sequence[_Item], donate: bool) -> split.Pending:
     """Pack one buffer and start its collective."""
     first = bucket[0].job
     if len(bucket) == 1 and first.is_whole:
-        return _start(first, bucket[0].local.reshape(-1), first.num_sent, first.num_received)
+        flat = bucket[0].local.reshape(-1)
+        return _start(first, flat, first.num_sent, first.num_received, is_own=donate)
     parts = [
         piece
         for receiver in range(len(first.sent))
         for item in bucket
         for piece in _pack(item, item.job.sent[receiver])
     ]
-    if len(parts) == 1:
-        flat = parts[0]
-    else:
-        flat = torch.cat(parts) if parts else bucket[0].local.new_empty(0)
+    flat = flatten(parts, bucket[0].local)
     sent = tuple(map(sum, zip(*(item.job.num_sent for item in bucket), strict=True)))
     received = tuple(map(sum, zip(*(item.job.num_received for item in bucket), strict=True)))
-    return _start(first, flat, sent, received)
+    return _start(first, flat, sent, received, is_own=True)
 
 
-def _start(job: Job, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> split.Pending:
+def _start(
+    job: Job,
+    flat: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    *,
+    is_own: bool = False,
+) -> split.Pending:
     """Start a job's collective on a packed buffer, which may hold other jobs' parts too."""
     # A lazy conjugate or negation must not be sent as the bytes below it.
     flat = flat.resolve_conj().resolve_neg().contiguous()
@@ -298,7 +356,8 @@ def _start(job: Job, flat: Tensor, sent: Sequence[int], received: Sequence[int])
     group = group_of(collective.ranks)
     match collective:
         case AllReduce():
-            return split.all_reduce(flat, collective.op, len(collective.terms), group)
+            op, num_terms = collective.op, len(collective.terms)
+            return split.all_reduce(flat, op, num_terms, group, is_own=is_own)
         case ReduceScatter():
             return split.reduce_scatter(flat, sent, collective.op, len(collective.ranks), group)
         case AllGather():
@@ -333,7 +392,7 @@ def _start_traced(
 
 def _pack(item: _Item, pieces: Pieces) -> list[Tensor]:
     """Return the pieces flat; for a rank without a term, what changes nothing."""
-    views = [item.local[piece].reshape(-1) for piece in pieces]
+    views = [item.local[piece] for piece in pieces]
     collective = item.job.collective
     if not item.job.is_term and isinstance(collective, AllReduce):
         op = collective.op
@@ -350,14 +409,13 @@ def _deliver(bucket: Sequence[_Item], flat: Tensor, state: list[Tensor]) -> None
     for item in bucket:
         if item.step.is_direct:
             state[item.position] = _start_local(item.step, item.local)
-    offset = 0
-    for sender in range(len(bucket[0].job.received)):
-        for item in bucket:
-            out = state[item.position]
-            for piece in item.job.received[sender]:
-                target = out[piece]
-                target.copy_(flat[offset : offset + target.numel()].view(target.shape))
-                offset += target.numel()
+    targets = [
+        state[item.position][piece]
+        for sender in range(len(bucket[0].job.received))
+        for item in bucket
+        for piece in item.job.received[sender]
+    ]
+    unflatten(flat, targets)
 
 
 def _start_local(step: RankStep, local: Tensor) -> Tensor:
@@ -367,11 +425,11 @@ def _start_local(step: RankStep, local: Tensor) -> Tensor:
     return out
 
 
-def _new_local(step: RankStep, local: Tensor) -> Tensor:
-    if step.is_kept:
+def _new_local(step: RankStep, local: Tensor, donate: bool = False) -> Tensor:
+    if step.is_kept or (donate and step.is_in_place and local.is_contiguous()):
         return local
     if step.fill is None:
-        return local.new_empty(step.shape)
+        return new_buffer(local, step.shape)
     return local.new_full(step.shape, step.fill)
 
 

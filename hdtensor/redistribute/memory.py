@@ -8,8 +8,9 @@ what            bytes
 ==============  ==========================================================================
 old local       unless it is the caller's
 new local       unless it is the collective's result, or the old one
-collective      what is packed, unless it is one contiguous piece; the result; what uneven
-                parts are repeated or reduced in
+collective      what is packed, unless it is the whole local tensor; the result, unless packed
+                terms are reduced where they are; what uneven parts are reduced in
+pairs           of an all-reduce of two ranks: buffers of the chunks that are not contiguous
 messages        one buffer of all that is sent and one of all that is received, without the
                 messages that are one contiguous piece
 ==============  ==========================================================================
@@ -27,6 +28,8 @@ from typing import NamedTuple, assert_never
 
 from torch.distributed.tensor import Partial
 
+from hdtensor.placements import Box
+from hdtensor.placements.box import cut_box
 from hdtensor.redistribute.program import Job, Message, RankStep, Slices, compile_plan
 from hdtensor.redistribute.steps import (
     AllGather,
@@ -40,6 +43,8 @@ from hdtensor.redistribute.steps import (
 
 # Messages start at multiples of this in the buffer they share, as in ``collectives.pack``.
 _ALIGNMENT = 16
+# When two ranks reduce chunk by chunk, as in ``collectives.pairs``.
+_PAIR_BYTES, _CHUNK_BYTES, _DEPTH = 1 << 16, 4 << 20, 8
 # Strided pieces up to here are packed by way of a copy, as in ``triton_kernels.pack_boxes.foreach``.
 _SMALL_BYTES = 1 << 14
 
@@ -67,7 +72,7 @@ class _Buffers(NamedTuple):
     """What one collective takes.
 
     Attributes:
-        while_starting: Beside the others, until it has started.
+        while_starting: Until it has started, what it keeps included.
         until_done: Until its result is written.
         while_ending: Beside the others, when it ends.
     """
@@ -79,12 +84,15 @@ class _Buffers(NamedTuple):
 
 def _step_bytes(step: RankStep, shape: tuple[int, ...], itemsize: int) -> int:
     held = peak = 0
-    buffers = [_collective_buffers(jobs, shape, itemsize) for jobs in _buckets(step.jobs)]
+    paired = [job for job in step.jobs if _is_in_pair(job, itemsize)]
+    jobs = [job for job in step.jobs if not _is_in_pair(job, itemsize)]
+    buffers = [_collective_buffers(together, shape, itemsize) for together in _buckets(jobs)]
     for start, kept, _ in buffers:
-        peak = max(peak, held + kept + start)
+        peak = max(peak, held + kept, held + start)
         held += kept
-    if not step.is_direct and not step.is_kept:
+    if paired or not (step.is_direct or step.is_kept):
         held += math.prod(step.shape) * itemsize
+    held += sum(_pair_bytes(job, shape, step.shape, itemsize) for job in paired)
     arriving = [m for m in step.received if m.term or not _is_alone(m, step.shape)]
     for messages, of, is_sent in (
         (arriving, step.shape, False),
@@ -106,28 +114,49 @@ def _buckets(jobs: Iterable[Job]) -> list[list[Job]]:
 
 
 def _collective_buffers(jobs: Sequence[Job], shape: tuple[int, ...], itemsize: int) -> _Buffers:
-    copied, packed = (num * itemsize for num in _num_packed(jobs, shape))
+    copied, packed = (num * itemsize for num in _num_packed(jobs, shape, itemsize))
     sent = [itemsize * sum(nums) for nums in zip(*(job.num_sent for job in jobs), strict=True)]
     arriving = [itemsize * sum(nums) for nums in zip(*(j.num_received for j in jobs), strict=True)]
     collective = jobs[0].collective
     world, result = len(collective.ranks), sum(arriving)
     match collective:
         case AllReduce(op=op):
-            powers = _num_powers(op) * result
-            return _Buffers(copied + packed + powers, result, powers)
+            if _num_powers(op):
+                return _Buffers(max(copied, result) + packed, result, result)
+            return _Buffers(copied + packed, packed or result, 0)
         case ReduceScatter(op=op):
-            powers = _num_powers(op)
-            if len(set(sent)) == 1:
-                return _Buffers(copied + packed + powers * sum(sent), result, powers * result)
-            held = packed + powers * sum(sent) + world * result
-            return _Buffers(copied, held, min(world, 3) * result)
-        case AllGather():
-            repeated = 0 if len(set(arriving)) == 1 else world * sum(sent)
-            return _Buffers(copied, packed + repeated + result, 0)
-        case AllToAll():
-            return _Buffers(copied, packed + result, 0)
+            powers = _num_powers(op) * sum(sent)
+            held = powers + packed + world * result
+            return _Buffers(copied + packed + powers, held, min(world, 3) * result)
+        case AllGather() | AllToAll():
+            return _Buffers(copied + packed, packed + result, 0)
         case _:
             assert_never(collective)
+
+
+def _is_in_pair(job: Job, itemsize: int) -> bool:
+    collective = job.collective
+    if not isinstance(collective, AllReduce) or _num_powers(collective.op):
+        return False
+    return len(collective.ranks) == 2 and job.num_total * itemsize >= _PAIR_BYTES
+
+
+def _pair_bytes(job: Job, old: tuple[int, ...], new: tuple[int, ...], itemsize: int) -> int:
+    """Return the bytes of the buffers for chunks that are not contiguous."""
+    total = 0
+    for pieces, shape in ((job.sent[0], old), (job.received[0], new)):
+        places = [0] * _DEPTH
+        number = 0
+        for piece in pieces:
+            box = Box.whole([part.stop - part.start for part in piece])
+            for chunk in cut_box(box, _CHUNK_BYTES // itemsize):
+                slices = chunk.slices_from(tuple(-part.start for part in piece))
+                if _flat_stride(slices, shape) != 1:
+                    place = number % _DEPTH
+                    places[place] = max(places[place], chunk.numel * itemsize)
+                number += 1
+        total += sum(places)
+    return total
 
 
 def _num_powers(op: Partial) -> int:
@@ -135,11 +164,11 @@ def _num_powers(op: Partial) -> int:
     return int(hasattr(op, "norm_type"))
 
 
-def _num_packed(jobs: Sequence[Job], shape: tuple[int, ...]) -> tuple[int, int]:
+def _num_packed(jobs: Sequence[Job], shape: tuple[int, ...], itemsize: int) -> tuple[int, int]:
     """Return how many elements are copied on the way to a buffer, and how many the buffer has."""
     if len(jobs) == 1 and jobs[0].is_whole:
         return 0, 0
-    pieces: list[tuple[int, bool, bool]] = []
+    num_copied = num_packed = 0
     for job in jobs:
         collective = job.collective
         filled = (
@@ -148,12 +177,12 @@ def _num_packed(jobs: Sequence[Job], shape: tuple[int, ...]) -> tuple[int, int]:
             and collective.op.reduce_op not in ("max", "min")
         )
         for piece in (piece for part in job.sent for piece in part):
-            stride = _flat_stride(piece, shape)
-            pieces.append((_numel(piece), filled or stride is None, filled or stride != 1))
-    if len(pieces) == 1:
-        num, _, is_new = pieces[0]
-        return 0, num * is_new
-    return sum(num for num, is_copied, _ in pieces if is_copied), sum(num for num, _, _ in pieces)
+            is_copied = filled or (
+                _flat_stride(piece, shape) != 1 and _numel(piece) * itemsize <= _SMALL_BYTES
+            )
+            num_copied += _numel(piece) * is_copied
+            num_packed += _numel(piece)
+    return num_copied, num_packed
 
 
 def _joint(messages: Sequence[Message], itemsize: int) -> tuple[int, int]:

@@ -141,9 +141,11 @@ class RouteWriter:
     def _split(self, part: Part, pours: Sequence[Pour]) -> Sequence[tuple[tuple[int, ...], Part]]:
         """Cut a cell along its longest dim where one of the flows changes to its next option."""
         tensor, cell, num_bytes = part
-        if min([pour.room() for pour in pours]) >= num_bytes:
+        length = 1
+        if min([pour.room() for pour in pours]) < num_bytes:
+            length = max(cell.shape, default=1)
+        if length == 1:
             return [(tuple([pour.take(num_bytes) for pour in pours]), part)]
-        length = max(cell.shape, default=1)
         row_bytes = num_bytes // length
         least = math.ceil(self._grain / row_bytes)
         cuts = []

@@ -89,6 +89,7 @@ class RankStep:
         jobs: This rank's sides of the step's collectives.
         is_direct: Whether there is one job, and what arrives is the new local tensor as it is.
         is_kept: Whether the new local tensor is the old one.
+        is_in_place: Whether all that happens is that parts are reduced where they are.
         sent: Messages to other ranks.
         received: Messages from other ranks, by term.
         op: The reduction of the terms that arrive.
@@ -102,6 +103,7 @@ class RankStep:
     jobs: tuple[Job, ...] = ()
     is_direct: bool = False
     is_kept: bool = False
+    is_in_place: bool = False
     sent: tuple[Message, ...] = ()
     received: tuple[Message, ...] = ()
     op: Partial | None = None
@@ -175,7 +177,17 @@ def compile_step(step: Step, rank: int) -> RankStep:
         )
     arrived = [piece for job in jobs for part in job.received for piece in part]
     is_direct = len(jobs) == 1 and not copies and _is_whole(arrived, shape)
-    return RankStep(shape=shape, fill=fill, copies=copies, jobs=jobs, is_direct=is_direct)
+    is_in_place = not copies and all(
+        isinstance(job.collective, AllReduce) and job.sent == job.received for job in jobs
+    )
+    return RankStep(
+        shape=shape,
+        fill=fill,
+        copies=copies,
+        jobs=jobs,
+        is_direct=is_direct,
+        is_in_place=is_in_place and shape == step.src.local_shape(rank),
+    )
 
 
 def _compile_messages(step: PointToPoint, rank: int) -> RankStep:

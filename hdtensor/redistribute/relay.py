@@ -69,6 +69,7 @@ def relay(
 ) -> RelayScheme:
     """Route all cells of a batch so that the busiest link is done as early as possible.
 
+    >>> from hdtensor.placements import Box
     >>> whole = [Box((0,), (64,))]
     >>> topology = Topology.of_nodes(2, 4)
     >>> scheme = relay([Move({0: whole}, {2: whole})], topology=topology)

@@ -186,25 +186,30 @@ def choices(row: Row, topology: Topology, rules: SenderRules) -> tuple[Choice, .
     owners = tuple(sorted(row.owners)) if rules.tie == "lowest" else row.owners
     held = frozenset(owners)
     most = len(owners) if rules.least_sent else 1
-    near: dict[int, list[int]] = {}
-    if rules.fastest_link:
-        for owner in owners:
-            near.setdefault(topology.node(owner), []).append(owner)
-    network = tuple((owner, topology.network) for owner in owners)[:most]
+    by_node = _by_node(owners, topology) if rules.fastest_link else {}
+    network = topology.network
+    far = tuple([(owner, network) for owner in owners[:most]])
     found = []
     for needer in row.needers:
         if needer in held:
             senders: tuple[tuple[int, int], ...] = ()
         elif not rules.fastest_link:
-            senders = tuple((owner, topology.link(owner, needer)) for owner in owners[:most])
-        elif (node := topology.node(needer)) in near:
-            links = [(owner, topology.link(owner, needer)) for owner in near[node]]
-            fastest = min(link for _, link in links)
-            senders = tuple(pair for pair in links if pair[1] == fastest)[:most]
+            senders = tuple([(owner, topology.link(owner, needer)) for owner in owners[:most]])
+        elif near := by_node.get(topology.node(needer)):
+            links = [(owner, topology.link(owner, needer)) for owner in near]
+            fastest = min([link for _, link in links])
+            senders = tuple([pair for pair in links if pair[1] == fastest][:most])
         else:
-            senders = network
+            senders = far
         found.append(Choice(needer, senders))
     return tuple(found)
+
+
+def _by_node(owners: Sequence[int], topology: Topology) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for owner in owners:
+        found.setdefault(topology.node(owner), []).append(owner)
+    return found
 
 
 def choose(

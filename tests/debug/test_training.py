@@ -6,7 +6,12 @@ import torch
 from hypothesis import given, strategies as st
 
 from hdtensor.debug import write_training_picture
-from hdtensor.debug.training import log_ticks, nice_ticks
+from hdtensor.debug.training import (
+    Phase,
+    log_ticks,
+    nice_ticks,
+    write_phased_training_picture,
+)
 from hdtensor.errors import SpecError
 from hdtensor.placements import HDSpec
 from tests.debug.documents import read
@@ -132,6 +137,46 @@ def test_bars_are_in_proportion_and_in_their_subgroups_colour(tmp_path):
     assert bars[0].fill == bars[1].fill != bars[2].fill
     assert bars[3].width == 1
     assert bars[3].fill not in {bars[0].fill, bars[2].fill}
+
+
+OTHER = {"batch": (HDSpec.from_text("S0[3:1] / 2,3:R 1:R"), (16, 64))}
+
+
+def test_a_switch_is_marked_between_its_steps_and_both_plans_are_shown(tmp_path):
+    path = write_phased_training_picture(
+        tmp_path / "picture.svg",
+        [5.0, 4.0, 3.0, 2.0, 1.0, 1.0],
+        phases=[Phase(3, SHARES, SPECS), Phase(3, {0: 0, 1: 1, 2: 2, 3: 2}, OTHER)],
+    )
+    drawing = read(path.read_text(encoding="utf-8"))
+    headings = [text.value for text in drawing.texts if text.bold]
+    assert headings == [
+        "Training loss",
+        "Share of the work, steps 1 to 3",
+        "Share of the work, steps 4 to 6",
+        "Who owns what, steps 1 to 3",
+        *SPECS,
+        "Who owns what, steps 4 to 6",
+        "batch",
+    ]
+    (curve,) = curves(drawing)
+    (name,) = [text for text in drawing.texts if text.value == "switch"]
+    marks = [line for line in drawing.lines if len(line) == 2 and line[0][0] == line[1][0]]
+    (mark,) = {x for (x, y), (_, end) in marks if abs(end - y) > 100}
+    assert mark == pytest.approx((curve[2][0] + curve[3][0]) / 2, abs=0.02)
+    assert abs(name.x - mark) < 10
+    bars = [r for r in drawing.rectangles if r.height == 18][:8]
+    assert [bar.width > 1 for bar in bars] == [True] * 3 + [False] * 2 + [True] * 3
+    assert bars[0].fill == bars[1].fill != bars[2].fill
+    assert bars[5].fill != bars[6].fill == bars[7].fill  # rank 1 alone, ranks 2 and 3 together
+    assert bars[4].fill == bars[3].fill  # outside
+
+
+def test_a_phase_without_a_step_is_refused(tmp_path):
+    phases = [Phase(4, {}, {}), Phase(0, {}, {})]
+    with pytest.raises(ValueError, match=r"every phase must have a step, got \[4, 0\]"):
+        write_phased_training_picture(tmp_path / "picture.svg", [4.0, 3.0, 2.0, 1.0], phases=phases)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_are_made_and_tensors_are_losses(tmp_path):

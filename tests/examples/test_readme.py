@@ -1,11 +1,14 @@
 """The README's programs print what it says they print."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from hdtensor import cli
 
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -33,6 +36,12 @@ def test_the_second_program_runs_under_torchrun(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == printed.splitlines()
+
+
+def test_the_command_line_explains(capsys):
+    (command,) = re.findall(r"`python -m hdtensor (explain .*?)`", README)
+    assert cli.main(shlex.split(command)) == 0
+    assert "messages, 16 elements sent by all ranks together" in capsys.readouterr().out
 
 
 def test_every_file_that_it_names_is_there():

@@ -19,6 +19,7 @@ from hdtensor import AnnotationPlan
 
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+PLANS = ROOT / "examples" / "plans"
 SCRIPT = "examples/train_llama.py"
 TINY = ["--steps", "6", "--batch", "8", "--context", "16"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
@@ -53,61 +54,79 @@ def forked(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_four_unlike_processes_train_as_one(forked):
+def test_four_unlike_processes_train_as_one_before_and_after_the_switch(forked):
     result, _ = forked
     assert (result.returncode, result.stderr) == (0, "")
     rows = compared(result.stdout)
-    assert len(rows) == 5
+    assert len(rows) == 5 + 3  # steps 1 to 5, then 4 to 6 from the state after step 3
     assert all(abs(ours - theirs) < 1e-5 * theirs for ours, theirs in rows)
     assert rows[0][0] == pytest.approx(math.log(258), abs=0.3)
     assert rows[4][0] < rows[0][0] - 0.3
-    assert "equal: differences up to" in result.stdout
-
-
-@pytest.mark.slow
-def test_the_output_says_who_holds_what_and_the_outside_rank_sees_the_loss(forked):
-    output = forked[0].stdout
-    assert re.search(r"rank 1 +5 of 8 +429,696 of 792,192, with rank 0\n", output)
-    assert re.search(r"rank 2 +3 of 8 +792,192 of 792,192\n", output)
-    assert re.search(r"rank 3 +outside\n", output)
-    steps = re.findall(
-        r"^step +(\d+)/6  loss (\S+) +\S+ tokens/s  work by rank (.*) %$", output, re.M
+    assert [ours for ours, _ in rows[3:5]] == [ours for ours, _ in rows[5:7]]
+    assert result.stdout.count("equal: differences up to") == 2
+    (away,) = re.findall(
+        r"^one process from step 1 to step 6: .* up to (\S+)$", result.stdout, re.M
     )
-    assert [int(step) for step, _, _ in steps] == [1, 2, 3, 4, 5, 6]
-    assert [shares.split()[3] for _, _, shares in steps] == ["0"] * 6
-    (seen,) = re.findall(r"^rank 3 holds nothing and sees loss (\S+)$", output, re.M)
-    assert f"{float(seen):.3f}" == steps[-1][1]
+    assert float(away) < 1e-5
 
 
 @pytest.mark.slow
-def test_the_picture_shows_the_curve_and_who_owns_what(forked):
+def test_the_output_says_who_holds_what_under_both_plans_and_what_moved(forked):
+    output = forked[0].stdout
+    before, after = output.split("after step 3 switched in place to other_pairs.json: ")
+    assert re.search(r"rank 1 +4 of 8 +429,696 of 792,192, with rank 0\n", before)
+    assert re.search(r"rank 3 +2 of 8 +792,192 of 792,192\n", before)
+    assert re.search(r"rank 1 +2 of 8 +792,192 of 792,192\n", after)
+    assert re.search(r"rank 3 +3 of 8 +429,696 of 792,192, with rank 2\n", after)
+    # Cut are 7 weights in each of 4 layers; each has two tensors of AdamW's state.
+    assert "moved: 28 parameters, 56 tensors of AdamW's state, 8.3 MiB between ranks" in after
+    moves = re.findall(r"rank \d +sent +(\S+) bytes, received +(\S+) bytes\n", after)
+    sent, received = ([int(n.replace(",", "")) for n in side] for side in zip(*moves, strict=True))
+    lacking = 3 * 4 * (792_192 - 429_696)  # of ranks 0 and 1 each; ranks 2 and 3 hold all they need
+    assert received == [lacking, lacking, 0, 0]
+    assert sum(sent) == 2 * lacking
+    assert max(sent) < 1.1 * min(sent)
+    steps = re.findall(r"^step +(\d+)/6  loss \S+ +\S+ tokens/s  work by rank .* %$", output, re.M)
+    assert list(map(int, steps)) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_the_picture_shows_the_curve_the_switch_and_who_owns_what(forked):
     result, path = forked
     assert f"picture: {path}" in result.stdout
     texts = [node.text for node in ElementTree.parse(path).iter() if node.tag.endswith("text")]
-    assert {"loss", "rank 3", "input_ids", "lm_head.weight"} <= set(texts)
+    assert {"loss", "switch", "rank 3", "input_ids", "lm_head.weight"} <= set(texts)
+    assert {"Who owns what, steps 1 to 3", "Who owns what, steps 4 to 6"} <= set(texts)
 
 
 @pytest.mark.slow
-def test_torchrun_does_the_same_with_its_own_processes(forked, tmp_path):
+def test_torchrun_does_the_same_with_its_own_processes_and_a_rank_joins(forked, tmp_path):
     plan = tmp_path / "my_plan.json"
-    plan.write_text(AnnotationPlan.load(ROOT / "examples/plans/two_unlike.json").to_json())
-    result = run(*TINY, "--output", tmp_path, "--plan", plan, launcher=TORCHRUN)
+    plan.write_text(AnnotationPlan.load(PLANS / "two_unlike.json").to_json())
+    arguments = ["--plan", plan, "--switch-to", PLANS / "three_subgroups.json", "--switch-at", "4"]
+    result = run(*TINY, "--output", tmp_path, *arguments, launcher=TORCHRUN)
     assert result.returncode == 0, result.stderr
-    ours, theirs = compared(result.stdout), compared(forked[0].stdout)
-    assert len(ours) == 5
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-    assert result.stdout.count("rank 3 holds nothing and sees loss") == 1
+    rows = compared(result.stdout)
+    assert len(rows) == 5 + 2
+    torch.testing.assert_close(rows[:5], compared(forked[0].stdout)[:5], rtol=1e-6, atol=0)
+    before, after = result.stdout.split("after step 4 switched in place")
+    assert re.search(r"rank 3 +outside\n", before)
+    assert re.search(r"rank 3 +2 of 8 +792,192 of 792,192\n", after)
+    assert re.search(r"rank 3 +sent +0 bytes, received +9,506,304 bytes\n", after)
     assert result.stdout.count("step    6/6") == 1
     assert (tmp_path / "train_llama.svg").exists()
 
 
 @pytest.mark.slow
-def test_the_check_can_be_left_out(tmp_path):
-    plan = ROOT / "examples/plans/three_subgroups.json"
-    result = run(*TINY, "--no-check", "--output", tmp_path, "--plan", plan)
+def test_check_and_switch_can_be_left_out_and_an_outside_rank_sees_the_loss(tmp_path):
+    result = run(*TINY, "--no-check", "--output", tmp_path, "--plan", PLANS / "two_unlike.json")
     assert (result.returncode, result.stderr) == (0, "")
     assert compared(result.stdout) == []
-    assert "holds nothing" not in result.stdout
+    assert "switched" not in result.stdout
+    steps = re.findall(r"^step +\d+/6  loss (\S+) .* work by rank (.*) %$", result.stdout, re.M)
+    assert [shares.split()[3] for _, shares in steps] == ["0"] * 6
+    (seen,) = re.findall(r"^rank 3 holds nothing and sees loss (\S+)$", result.stdout, re.M)
+    assert f"{float(seen):.3f}" == steps[-1][0]
 
 
 def stage(*ranks, layers=(0, 3)):
@@ -141,10 +160,11 @@ def test_a_bad_plan_is_one_line_and_status_2(name, main, tmp_path, capsys):
     plan, message = BAD_PLANS[name]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
-    assert main("--plan", path) == 2
-    output, errors = capsys.readouterr()
-    assert output == ""
-    assert re.fullmatch(f"PlanError: {message}.*\n", errors)
+    for option in ("--plan", "--switch-to"):
+        assert main(option, path) == 2
+        output, errors = capsys.readouterr()
+        assert output == ""
+        assert re.fullmatch(f"PlanError: {message}.*\n", errors)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +174,12 @@ def test_a_bad_plan_is_one_line_and_status_2(name, main, tmp_path, capsys):
         (["--lr", "nan"], "--lr: must be above 0 and finite"),
         (["--context", "1"], "--context: must be at least 2"),
         (["--output", ROOT / SCRIPT], "--output: cannot make"),
+        (["--switch-at", "100"], "--switch-at: must be below --steps, 100"),
+        (["--switch-at", "0"], "--switch-at: must be at least 1"),
+        (["--switch-at", "3", "--no-switch"], "--switch-at: say to which plan, with --switch-to"),
+        (["--switch-at", "3", "--plan", PLANS / "tp2.json"], "--switch-at: say to which plan"),
+        (["--no-switch", "--switch-to", PLANS / "tp2.json"], "--switch-to: not allowed with"),
+        (["--steps", "1"], "--steps: must be at least 2 to switch"),
     ],
 )
 def test_bad_options_are_refused(arguments, message, main, capsys):
@@ -178,6 +204,14 @@ def test_under_torchrun_a_bad_plan_is_said_once(tmp_path):
     assert 'train_llama.py", line' not in result.stderr  # no stack of ours
 
 
+def test_steps_after_a_switch_are_compared_with_their_own():
+    losses = [1.0, 9.0, 3.0, 4.0]
+    is_equal, text = report.compare(losses, [3.0, 4.0], 4, 1e-5, after=2)
+    assert is_equal
+    assert re.findall(r"^ +(\d+) +\d\.\d{7}", text, re.MULTILINE) == ["3", "4"]
+    assert not report.compare(losses, [3.0, 4.0], 4, 1e-5)[0]
+
+
 @pytest.mark.parametrize("bad", [1.1, math.nan])
 def test_losses_that_differ_are_not_equal(bad):
     assert report.compare([1.0, 2.0, 9.0], [1.0, 2.0], 4, 1e-5)[0]
@@ -192,7 +226,7 @@ def test_work_is_by_tokens_that_count_and_parameters_held():
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    plan = AnnotationPlan.load(ROOT / "examples/plans/two_unlike.json").expand(model)
+    plan = AnnotationPlan.load(PLANS / "two_unlike.json").expand(model)
     layout = report.Layout(plan, model, (8, 4), num_ranks=4)
     labels = torch.full((8, 4), report.IGNORED)
     labels[0, :3] = 1  # ranks 0, 1: two tokens are predicted

@@ -91,7 +91,8 @@ def test_example_plans_load_and_round_trip(path, tmp_path):
 
 
 def test_example_plans_are_the_ones_that_the_docs_name():
-    assert [path.stem for path in EXAMPLES] == ["single", "three_subgroups", "tp2", "two_unlike"]
+    names = ["other_pairs", "single", "three_subgroups", "tp2", "two_unlike"]
+    assert [path.stem for path in EXAMPLES] == names
 
 
 def test_plans_are_values():

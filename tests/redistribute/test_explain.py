@@ -24,7 +24,7 @@ def test_each_kind_of_step_has_its_line():
         "2. local embed among 0, S0[3:1] / 0,1:S1 2:R -> P / 0,1:S1 2:R\n"
         "1 collective, 12 elements sent by all ranks together\n"
         "as float32: 48 bytes over any, in about 2.4 ns\n"
-        "peak memory beside the old local tensors: 120 bytes, on ranks 0,1"
+        "peak memory beside the old local tensors: 144 bytes, on ranks 0,1"
     )
     assert text_of("P(max) / 0,1:R 2:R", "R / 0,1:P 2:R", (2,)) == (
         "P(max) / 0,1:R 2:R -> R / 0,1:P 2:R, shape (2,)\n"

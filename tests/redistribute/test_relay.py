@@ -225,6 +225,39 @@ def test_lost_cells_and_unknown_ranks_raise():
     assert relay([]).routes == ()
 
 
+def random_layout(random_, shape, num_ranks):
+    ranks = random_.sample(range(num_ranks), random_.randint(1, num_ranks))
+    groups = []
+    while ranks:
+        size = random_.randint(1, min(4, len(ranks)))
+        group, ranks = ranks[:size], ranks[size:]
+        cut = random_.choice(["S0", "S1", "R"])
+        groups.append(f"{','.join(map(str, group))}:{cut}")
+    top = random_.choice(["R", "R", "S0", "S1"])
+    return layout(f"{top} / {' '.join(groups)}", shape)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 100, 25))
+def test_random_layouts_are_served_whole(first_seed):
+    for seed in range(first_seed, first_seed + 25):
+        random_ = random.Random(seed)
+        sizes = [random_.randint(1, 4) for _ in range(random_.randint(1, 4))]
+        topology = random_topology(random_, sizes)
+        moves = []
+        for _ in range(random_.randint(1, 4)):
+            shape = (random_.randint(0, 200), random_.randint(1, 50))
+            sides = [random_layout(random_, shape, sum(sizes)) for _ in range(2)]
+            moves.append(Move(*sides, random_.choice([1, 2, 8]), "w"))
+        dead = set(random_.sample(range(sum(sizes)), random_.randint(0, 1)))
+        try:
+            scheme = relay(moves, topology=topology, exclude_ranks=dead)
+        except RedistributeError:
+            with pytest.raises(RedistributeError):
+                fuse(moves, topology=topology, exclude_ranks=dead)
+            continue
+        check(scheme, moves, topology, dead)
+
+
 # ---- near the optimum ----
 
 
@@ -316,3 +349,23 @@ def test_c1_to_c2_is_bound_by_seven_nics_for_what_rank_15_alone_holds():
     least = fused.sent[15, 1] / 7 / 50e9
     assert scheme.bound_seconds <= least * (1 + 1e-9) <= scheme.seconds * (1 + 1e-9)
     assert scheme.seconds <= 1.05 * least
+
+
+def test_a_thousand_ranks():
+    """32 pipelines of 8 stages of 4 ranks; every stage hands a layer to a neighbour, all pipelines alike."""
+    stages = [[[(32 * p + 4 * s + r) for r in range(4)] for s in range(8)] for p in range(32)]
+
+    def of_stage(s):
+        groups = " ".join(f"{','.join(map(str, pipeline[s]))}:S0" for pipeline in stages)
+        return f"R / {groups}"
+
+    moves = [
+        move(of_stage(s), of_stage((s + 1) % 8), (6656, 64), name=f"{s}.{i}")
+        for s in range(8)
+        for i in range(4)
+    ]
+    topology = Topology.of_nodes(8, 1024)
+    scheme = relay(moves, topology=topology)
+    check(scheme, moves, topology)
+    assert scheme.seconds <= 1.05 * scheme.bound_seconds
+    assert scheme.seconds <= 0.55 * fuse(moves, topology=topology).seconds

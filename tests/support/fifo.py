@@ -65,7 +65,8 @@ def run_fifo(programs):
         return False
 
     while any(current(rank) is not None for rank in programs):
-        if not any([step(rank) for rank in programs]):
+        advanced = [step(rank) for rank in programs]
+        if not any(advanced):
             waiting = {r: current(r) for r in programs if current(r) is not None}
             raise DeadlockError(f"every rank waits: {waiting}")
     return passed
