@@ -90,16 +90,25 @@ def text_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines[1:])
 
 
-def markdown(rows: Sequence[Row], command: str, seconds: float) -> str:
+#: Title and first paragraph of the page of dispatch.
+_ABOUT = (
+    "What a dispatch costs",
+    "hdtensor beside plain torch and beside DTensor of the same torch, in one process. Times are CPU time "
+    "(`time.process_time`) in microseconds, so that waiting for another rank does not count; the runs of the "
+    "compared sides alternate, and each figure is the smallest of its repeats.",
+)
+
+
+def markdown(
+    rows: Sequence[Row], command: str, seconds: float, *, about: tuple[str, str] = _ABOUT
+) -> str:
     """Return the rows as a page: machine, command, summary, one table for each section."""
     with_goal = [row for row in rows if row.goal is not None]
     missed = [row for row in with_goal if row.is_missed]
     lines = [
-        "# What a dispatch costs",
+        f"# {about[0]}",
         "",
-        "hdtensor beside plain torch and beside DTensor of the same torch, in one process. Times are CPU time "
-        "(`time.process_time`) in microseconds, so that waiting for another rank does not count; the runs of the "
-        "compared sides alternate, and each figure is the smallest of its repeats.",
+        about[1],
         "",
         *[f"* {name}: {text}" for name, text in machine(command, seconds).items()],
         "",

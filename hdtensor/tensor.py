@@ -179,9 +179,10 @@ class HDTensor(torch.Tensor):
     def redistribute(
         self, spec: HDSpec | str, *, top_sizes: Sequence[int] | None = None
     ) -> HDTensor:
-        """Bring the tensor to another spec; differentiable. Every rank of the plan calls it.
+        """Bring the tensor to another spec, on whatever ranks; differentiable. Every rank of the world calls it.
 
-        The gradient comes back in this tensor's spec, with ``Partial`` turned into ``Replicate``.
+        The gradient comes back in this tensor's spec, with ``Partial`` turned into ``Replicate``. The tensor itself is
+        returned where it has the spec already, as torch's ``to`` does.
 
         Args:
             spec: The new spec, or its short text.
@@ -190,12 +191,17 @@ class HDTensor(torch.Tensor):
 
         Raises:
             SpecError: If the spec does not fit the tensor.
-            RedistributeError: If no plan for this pair of specs exists yet.
+            RedistributeError: If a pending reduction is not defined on the tensor's dtype.
         """
+        bound = self._spec
+        if spec is bound.spec and top_sizes is None:
+            return self
         spec = as_spec(spec)
         dst = BoundSpec.bind(
-            spec, self.shape, self._spec.stride, self.dtype, _sizes(self._spec, spec, top_sizes)
+            spec, self.shape, bound.stride, self.dtype, _sizes(bound, spec, top_sizes)
         )
+        if dst.spec is bound.spec and dst.top_sizes == bound.top_sizes:
+            return self
         return move(self, dst.spec, dst.top_sizes)
 
     def full_tensor(self) -> torch.Tensor:

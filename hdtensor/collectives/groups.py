@@ -7,6 +7,7 @@ a group made on demand. So groups are enumerated purely, created by all ranks in
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
@@ -213,7 +214,12 @@ def _make_mesh(cache: _Cache, subgroup: Subgroup) -> DeviceMesh:
 
 def device_type() -> str:
     """Return the type of device whose tensors the default process group's collectives take."""
-    return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+    return _device_type_of(dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=8)
+def _device_type_of(world: dist.ProcessGroup | None) -> str:
+    return "cuda" if "nccl" in str(dist.get_backend_config(world)) else "cpu"
 
 
 def _check_agreement(missing: list[Ranks]) -> None:

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from hdtensor.collectives.groups import message_channel
+from hdtensor.collectives.groups import device_type, message_channel
 from hdtensor.collectives.split import as_bytes
 
 
@@ -62,15 +62,7 @@ def start(
     messages = [(me, peer, buffer) for peer, buffer in _each(sends) if peer != me]
     messages += [(peer, me, buffer) for peer, buffer in _each(recvs) if peer != me]
     messages.sort(key=lambda message: place(message[0], message[1], world))
-    operations = [
-        dist.P2POp(dist.isend, _as_bytes(buffer), dst, group, tag)
-        if src == me
-        else dist.P2POp(dist.irecv, _as_bytes(buffer), src, group, tag)
-        for src, dst, buffer in messages
-    ]
-    if not operations:
-        return _nothing
-    works = dist.batch_isend_irecv(operations)
+    works = launch(messages, group, tag)
 
     def wait() -> None:
         for work in works:
@@ -80,6 +72,31 @@ def start(
                 work.wait(timeout)
 
     return wait
+
+
+def launch(
+    messages: Sequence[tuple[int, int, Tensor]], group: dist.ProcessGroup, tag: int
+) -> list[dist.Work]:
+    """Issue this rank's messages, (sender, receiver, buffer), over a group of all ranks, in their order.
+
+    NCCL must be told that they belong together. gloo need not, and its own calls cost a tenth of those
+    around them.
+    """
+    me = dist.get_rank()
+    if device_type() == "cpu":
+        return [
+            group.send([_as_bytes(buffer)], dst, tag)
+            if src == me
+            else group.recv([_as_bytes(buffer)], src, tag)
+            for src, dst, buffer in messages
+        ]
+    operations = [
+        dist.P2POp(dist.isend, _as_bytes(buffer), dst, group, tag)
+        if src == me
+        else dist.P2POp(dist.irecv, _as_bytes(buffer), src, group, tag)
+        for src, dst, buffer in messages
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def _each(buffers: Mapping[int, Tensor | Sequence[Tensor]]) -> Iterator[tuple[int, Tensor]]:

@@ -15,6 +15,7 @@ mode                a failure in the middle                             extra me
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -76,6 +77,9 @@ class SwitchOptions:
     topology: Topology = UNIFORM
     exclude_ranks: Collection[int] = ()
     rules: Rules = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exclude_ranks", tuple(sorted(set(self.exclude_ranks))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,33 +231,42 @@ def _agreed_plan(
 ) -> tuple[SwitchPlan, tuple[Round, ...]]:
     """Plan the switch; raise on every rank unless all plan the same."""
 
-    def make() -> tuple[SwitchPlan, tuple[Round, ...]]:
-        items = [
-            Item(name, _layout(tensor._spec), _layout(dst), tensor.dtype.itemsize)
-            for name, tensor, dst in slots
-        ]
-        plan = plan_items(
-            items, options.topology, exclude_ranks=options.exclude_ranks, rules=options.rules
-        )
-        with_new = not options.atomic or options.stage_on_host
-        return plan, make_rounds(plan, options.budget_bytes, with_new=with_new)
-
-    made, problem = attempt(make)
+    items = tuple(
+        Item(name, _layout(tensor._spec), _layout(dst), tensor.dtype.itemsize)
+        for name, tensor, dst in slots
+    )
+    made, problem = attempt(lambda: _plan_rounds(items, options))
     if communicates():
-        facts = [
-            (name, str(tensor._spec.spec), tensor._spec.top_sizes, str(dst.spec), dst.top_sizes)
-            for name, tensor, dst in slots
-        ]
-        digest = hashlib.sha256(repr((facts, options)).encode()).hexdigest()[:16]
         require_alike(
             "switch",
-            exchange("switch", (len(slots), digest), problem),
+            exchange("switch", (len(slots), _digest(items, options)), problem),
             "Pass the same plan, optimizers, options and extra tensors on every rank.",
         )
     elif problem is not None:
         raise problem
     assert made is not None, "without a problem there is a plan"
     return made
+
+
+@functools.lru_cache(maxsize=16)
+def _digest(items: tuple[Item, ...], options: SwitchOptions) -> str:
+    facts = [
+        (name, str(src.spec), src.top_sizes, str(dst.spec), dst.top_sizes, dst.shape, itemsize)
+        for name, src, dst, itemsize in items
+    ]
+    return hashlib.sha256(repr((facts, options)).encode()).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=16)
+def _plan_rounds(
+    items: tuple[Item, ...], options: SwitchOptions
+) -> tuple[SwitchPlan, tuple[Round, ...]]:
+    """Plan a switch; who goes to and fro between plans (Fig. 18) does it once for each way."""
+    plan = plan_items(
+        items, options.topology, exclude_ranks=options.exclude_ranks, rules=options.rules
+    )
+    with_new = not options.atomic or options.stage_on_host
+    return plan, make_rounds(plan, options.budget_bytes, with_new=with_new)
 
 
 def _all_or_nothing(carrier: Carrier, rounds: Sequence[Round], options: SwitchOptions) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -80,14 +80,19 @@ class Carrier:
         for index in round_.opens:
             self.cargo[index].open(self.rank)
         routes_of: dict[int, list[Route]] = {}
+        kept: list[tuple[int, Box]] = []
         for index, route in round_.routes:
             if len(route.hops) > 1:
                 routes_of.setdefault(index, []).append(route)
             elif route.hops[0] == self.rank:
-                self._keep(index, route.box)
+                kept.append((index, route.box))
         phases = {i: phases_of(routes, self.topology) for i, routes in routes_of.items()}
         for number in range(3):
-            self._run_phase({i: found[number] for i, found in phases.items()})
+            finish = self._start_phase({i: found[number] for i, found in phases.items()})
+            for index, box in kept:  # what stays on a rank is copied while messages travel
+                self._keep(index, box)
+            kept = []
+            finish()
         self._relayed.clear()
 
     def stage(self, indices: Iterable[int]) -> None:
@@ -103,34 +108,41 @@ class Carrier:
         if cargo.new is not cargo.old:
             self._new_part(index, box).copy_(self._old_part(index, box))
 
-    def _run_phase(self, transfers_of: dict[int, Iterable[Transfer]]) -> None:
-        """Send and receive: large contiguous parts by themselves, the others of a pair as one message."""
+    def _start_phase(self, transfers_of: dict[int, Iterable[Transfer]]) -> Callable[[], None]:
+        """Start messages: large contiguous parts by themselves, the others of a pair as one."""
+        sent, received = self._parts(transfers_of)
+        joint = dict(zip(sent.joint, pack(list(sent.joint.values())), strict=True))
+        flats = dict(
+            zip(received.joint, receive_buffers(list(received.joint.values())), strict=True)
+        )
+        outgoing = {peer: [p.contiguous() for p in parts] for peer, parts in sent.alone.items()}
+        incoming = {peer: list(parts) for peer, parts in received.alone.items()}
+        for buffers, joined in ((outgoing, joint), (incoming, flats)):
+            for peer, flat in joined.items():
+                buffers.setdefault(peer, []).append(flat)
+        if observe.listeners:
+            for peer, each in outgoing.items():
+                observe.notify("send_recv", (peer,), sum(buffer.nbytes for buffer in each))
+        wait = p2p.start(outgoing, incoming, timeout=self.timeout)
+
+        def finish() -> None:
+            wait()
+            for peer, flat in flats.items():
+                unpack(flat, received.joint[peer])
+
+        return finish
+
+    def _parts(self, transfers_of: dict[int, Iterable[Transfer]]) -> tuple[_Parts, _Parts]:
+        """Return what this rank sends and what it receives."""
         sent, received = _Parts(), _Parts()
         for index in sorted(transfers_of, key=lambda i: (-self.cargo[i].item.itemsize, i)):
             item = self.cargo[index].item
             for box, src, dst in transfers_of[index]:
-                if self.rank in (src, dst):
-                    is_alone = is_direct(item, box, src, dst)
-                    if src == self.rank:
-                        sent.add(dst, self._source(index, box), is_alone)
-                    else:
-                        received.add(src, self._target(index, box), is_alone)
-        joint = dict(zip(sent.joint, pack(list(sent.joint.values())), strict=True))
-        outgoing = {peer: [p.contiguous() for p in parts] for peer, parts in sent.alone.items()}
-        for peer, flat in joint.items():
-            outgoing.setdefault(peer, []).append(flat)
-        flats = dict(
-            zip(received.joint, receive_buffers(list(received.joint.values())), strict=True)
-        )
-        incoming = {peer: list(parts) for peer, parts in received.alone.items()}
-        for peer, flat in flats.items():
-            incoming.setdefault(peer, []).append(flat)
-        if observe.listeners:
-            for peer, buffers in outgoing.items():
-                observe.notify("send_recv", (peer,), sum(buffer.nbytes for buffer in buffers))
-        p2p.start(outgoing, incoming, timeout=self.timeout)()
-        for peer, flat in flats.items():
-            unpack(flat, received.joint[peer])
+                if src == self.rank:
+                    sent.add(dst, self._source(index, box), is_direct(item, box, src, dst))
+                elif dst == self.rank:
+                    received.add(src, self._target(index, box), is_direct(item, box, src, dst))
+        return sent, received
 
     def _source(self, index: int, box: Box) -> Tensor:
         """Return a part to send: of the old tensor, of what was forwarded here, or of the new tensor."""

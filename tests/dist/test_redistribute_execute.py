@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hdtensor.collectives import p2p
 from hdtensor.collectives.groups import ensure_groups
 from hdtensor.redistribute import resolve, simulate
 from hdtensor.redistribute.execute import execute, execute_many
@@ -86,19 +87,23 @@ def test_execute_on_unlike_subgroups():
     run_world(_check_pairs, 8, pairs)
 
 
-def _blocking(operations):
-    """``batch_isend_irecv`` on a transport without tags that does one message after another."""
-    for operation in operations:
-        if operation.op is dist.isend:
-            dist.send(operation.tensor, operation.peer)
+def _blocking(messages, group, tag):
+    """``p2p.launch`` on a transport without tags that does one message after another."""
+    for src, dst, buffer in messages:
+        flat = buffer.view(-1).view(torch.uint8)
+        if src == dist.get_rank():
+            dist.send(flat, dst)
         else:
-            dist.recv(operation.tensor, operation.peer)
+            dist.recv(flat, src)
     return []
 
 
 def _check_blocking(rank, pairs):
-    dist.batch_isend_irecv = _blocking
-    _check_pairs(rank, pairs)
+    p2p.launch, launch = _blocking, p2p.launch
+    try:
+        _check_pairs(rank, pairs)
+    finally:
+        p2p.launch = launch
 
 
 @pytest.mark.dist(WORLD_SIZE)
