@@ -219,7 +219,11 @@ def run_round(
         items = [item for item in items if not _is_in_pair(item)]
     started = [(bucket, _launch(bucket, donate)) for bucket in _buckets(items, bucket_bytes)]
     apart = {item.position for item in in_pairs}
-    fresh = {i: _new_local(step, state[i]) for i, step in todo if i in apart or not step.is_direct}
+    fresh = {
+        i: _new_local(step, state[i], donate)
+        for i, step in todo
+        if i in apart or not step.is_direct
+    }
     reductions = [_start_pair(item, fresh[item.position], donate) for item in in_pairs]
     parcels = [
         messages.Parcel(step, _plain(state[i]), fresh[i])
