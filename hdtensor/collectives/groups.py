@@ -38,6 +38,7 @@ class _Cache:
         self.groups: dict[Ranks, dist.ProcessGroup] = {self.all_ranks: world}
         self.meshes: dict[tuple[Ranks, Ranks], DeviceMesh] = {}
         self.reverse: dist.ProcessGroup | None = None
+        self.accelerators: tuple[str, ...] | None = None
 
 
 _current: _Cache | None = None
@@ -62,9 +63,11 @@ def ensure_groups(rank_sets: Iterable[Sequence[int]], subgroups: Iterable[Subgro
     for subgroup in subgroups:
         for axis in range(len(subgroup.mesh_shape)):
             wanted.update(subgroup.lines(axis))
-    if _current is not None and _current.world is dist.group.WORLD and wanted <= _current.known:
+    now = _current
+    if now and now.world is dist.group.WORLD and now.accelerators and wanted <= now.known:
         return
     cache = _cache("create groups")
+    _tell_accelerators(cache)
     missing = sorted(wanted - cache.known)
     if not missing:
         return
@@ -112,6 +115,7 @@ def ensure_channels() -> None:
     """
     cache = _cache("create a channel")
     if cache.reverse is None:
+        _tell_accelerators(cache)
         timeout = group_timeout(cache.world, device_type())
         has_tags = device_type() == "cpu"
         cache.reverse = cache.world if has_tags else dist.new_group(timeout=timeout)
@@ -220,6 +224,43 @@ def device_type() -> str:
 @functools.lru_cache(maxsize=8)
 def _device_type_of(world: dist.ProcessGroup | None) -> str:
     return "cuda" if "nccl" in str(dist.get_backend_config(world)) else "cpu"
+
+
+def accelerators() -> tuple[str, ...]:
+    """Return each rank's kind of accelerator, "cpu" where it has none.
+
+    Raises:
+        GroupError: If the ranks have not told one another yet.
+    """
+    cache = _cache("compare devices")
+    if cache.accelerators is None:
+        raise GroupError(
+            "the ranks' devices are not known yet. They are told by all ranks together: call "
+            "ensure_groups or ensure_channels on every rank beforehand (redistribute does)."
+        )
+    return cache.accelerators
+
+
+def backends() -> dict[str, str]:
+    """Return the default process group's backend for each type of device."""
+    return _backends_of(dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=8)
+def _backends_of(world: dist.ProcessGroup | None) -> dict[str, str]:
+    pairs = (part.partition(":") for part in str(dist.get_backend_config(world)).split(","))
+    return {device: name for device, _, name in pairs}
+
+
+def _tell_accelerators(cache: _Cache) -> None:
+    """Tell all ranks which kind of accelerator each has, once."""
+    if cache.accelerators is None:
+        found = (
+            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        )
+        said: list[str] = [""] * len(cache.all_ranks)
+        dist.all_gather_object(said, "cpu" if found is None else found.type)
+        cache.accelerators = tuple(said)
 
 
 def _check_agreement(missing: list[Ranks]) -> None:

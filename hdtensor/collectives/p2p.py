@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hdtensor.collectives.groups import device_type, message_channel
+from hdtensor.collectives.groups import message_channel
 from hdtensor.collectives.split import as_bytes
+from hdtensor.collectives.wire import is_on_host, wire_device
 
 
 def exchange(sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
@@ -62,7 +64,9 @@ def start(
     messages = [(me, peer, buffer) for peer, buffer in _each(sends) if peer != me]
     messages += [(peer, me, buffer) for peer, buffer in _each(recvs) if peer != me]
     messages.sort(key=lambda message: place(message[0], message[1], world))
-    works = launch(messages, group, tag)
+    staged: list[tuple[Tensor, Tensor]] = []
+    ready = [(src, dst, _on_wire(src, dst, buffer, staged)) for src, dst, buffer in messages]
+    works = launch(ready, group, tag)
 
     def wait() -> None:
         for work in works:
@@ -70,6 +74,8 @@ def start(
                 work.wait()
             else:
                 work.wait(timeout)
+        for buffer, host in staged:
+            buffer.copy_(host)
 
     return wait
 
@@ -83,20 +89,31 @@ def launch(
     around them.
     """
     me = dist.get_rank()
-    if device_type() == "cpu":
-        return [
-            group.send([_as_bytes(buffer)], dst, tag)
-            if src == me
-            else group.recv([_as_bytes(buffer)], src, tag)
-            for src, dst, buffer in messages
-        ]
-    operations = [
-        dist.P2POp(dist.isend, _as_bytes(buffer), dst, group, tag)
-        if src == me
-        else dist.P2POp(dist.irecv, _as_bytes(buffer), src, group, tag)
-        for src, dst, buffer in messages
-    ]
-    return dist.batch_isend_irecv(operations) if operations else []
+    works: list[dist.Work] = []
+    operations = []
+    for src, dst, buffer in messages:
+        flat = _as_bytes(buffer)
+        if flat.device.type == "cpu":
+            is_sent = src == me
+            works.append(group.send([flat], dst, tag) if is_sent else group.recv([flat], src, tag))
+        else:
+            verb, peer = (dist.isend, dst) if src == me else (dist.irecv, src)
+            operations.append(dist.P2POp(verb, flat, peer, group, tag))
+    return works + (dist.batch_isend_irecv(operations) if operations else [])
+
+
+def _on_wire(src: int, dst: int, buffer: Tensor, staged: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return what is sent or received: the buffer, or host memory; ``staged`` is what to copy back."""
+    if is_on_host(buffer.device):
+        return buffer
+    device = wire_device(buffer.device, (src, dst))
+    if device == buffer.device:
+        return buffer
+    if src == dist.get_rank():
+        return buffer.to(device)
+    host = torch.empty_like(buffer, device=device)
+    staged.append((buffer, host))
+    return host
 
 
 def _each(buffers: Mapping[int, Tensor | Sequence[Tensor]]) -> Iterator[tuple[int, Tensor]]:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
-from hdtensor.collectives.groups import device_type
 from hdtensor.collectives.split import C10D_OPS, COMBINE, NATIVE, as_bytes, is_norm
+from hdtensor.collectives.wire import is_host_only
 
 
 #: Smaller reductions are a ring's: its latency is as good.
@@ -30,7 +30,7 @@ _DEPTH = 8
 def is_pair(dtype: torch.dtype, op: Partial, num_bytes: int) -> bool:
     """Return whether two ranks reduce so many bytes chunk by chunk."""
     is_plain = dtype in NATIVE and not is_norm(op)
-    return is_plain and num_bytes >= MIN_BYTES and device_type() == "cpu"
+    return is_plain and num_bytes >= MIN_BYTES and is_host_only()
 
 
 class PairReduction:

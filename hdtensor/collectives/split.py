@@ -33,7 +33,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ReduceScatterOptions
 from torch.distributed.tensor import Partial
 
-from hdtensor.collectives.groups import device_type
 from hdtensor.collectives.memory import new_buffer
 from hdtensor.errors import RedistributeError
 
@@ -155,7 +154,7 @@ def reduce_scatter(
     check_reducible(op, flat.dtype)
     sent, name, restore = _encode(flat, op, num_terms)
     world = len(sizes)
-    if len(set(sizes)) == 1 and sent.dtype in NATIVE and device_type() != "cpu":
+    if len(set(sizes)) == 1 and sent.dtype in NATIVE and sent.device.type != "cpu":
         out = new_buffer(sent, (sent.numel() // world,))
         options = ReduceScatterOptions()
         options.reduceOp = C10D_OPS[name]

@@ -16,6 +16,7 @@ from hdtensor.collectives import observe, operators, pairs, split
 from hdtensor.collectives.groups import group_of
 from hdtensor.collectives.memory import new_buffer
 from hdtensor.collectives.pack import flatten, unflatten
+from hdtensor.collectives.wire import is_on_host, wire_device
 from hdtensor.errors import RedistributeError
 from hdtensor.placements import Box, HDSpec, Subgroup
 from hdtensor.placements.box import cut_box
@@ -357,6 +358,20 @@ def _start(
         observe.notify(kind, collective.ranks, flat.nbytes)
     if type(flat) is not Tensor:
         return _start_traced(collective, flat, sent, received)
+    wire = flat.device
+    if not is_on_host(wire):
+        wire = wire_device(wire, collective.ranks)
+    if wire == flat.device:
+        return _start_on_wire(collective, flat, sent, received, is_own)
+    host, device = flat.to(wire), flat.device
+    pending = _start_on_wire(collective, host, sent, received, True)
+    return lambda: pending().to(device)
+
+
+def _start_on_wire(
+    collective: Collective, flat: Tensor, sent: Sequence[int], received: Sequence[int], is_own: bool
+) -> split.Pending:
+    """Start a collective on a buffer that the backend takes."""
     group = group_of(collective.ranks)
     match collective:
         case AllReduce():
