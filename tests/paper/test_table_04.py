@@ -5,10 +5,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from hdtensor.elastic import plan_switch
+from hdtensor.plan import AnnotationPlan
 from hdtensor.redistribute.fuse import fuse
 from hdtensor.redistribute.topology import Topology
 from hdtensor.redistribute.transfers import LOWEST_RANK, SenderRules
-from tests.paper.switches import DOCUMENTS, llama_32b, moves_between
+from tests.paper.switches import DOCUMENTS, PATTERNS, llama_32b, moves_between
 
 
 #: Rank -> (NVLink, InfiniBand) in the paper's MB: parameters x 6 bytes / 2^30 x 1000.
@@ -54,6 +56,42 @@ def test_table_4_to_the_megabyte(rules, entries):
     )
     assert (len(FUSED), len(BASELINE)) == (16, 12)
     assert table(scheme) == entries
+
+
+@pytest.mark.paper("Table 4")
+def test_plan_switch_says_the_same():
+    model = llama_32b()
+    before, after = (
+        AnnotationPlan.from_dict(DOCUMENTS[label]).expand(model, PATTERNS) for label in ("C1", "C2")
+    )
+    plan = plan_switch(
+        before,
+        after,
+        model,
+        Topology.of_nodes(8, 32),
+        exclude_ranks=[31],
+        bytes_per_element=6,
+    )
+    found = {
+        rank: tuple(round(links.get(link, 0) / 2**30 * 1000) for link in ("nvlink", "ib"))
+        for rank, links in plan.sent_bytes.items()
+    }
+    assert found == FUSED
+    received = sum(sum(links.values()) for links in plan.received_bytes.values())
+    assert received == plan.num_bytes
+    assert plan.table().splitlines()[0].split() == [
+        "rank", "sent", "nvlink", "sent", "ib", "received", "nvlink", "received", "ib",
+    ]  # fmt: skip
+    relayed = plan_switch(
+        before,
+        after,
+        model,
+        Topology.of_nodes(8, 32),
+        exclude_ranks=[31],
+        rules="relay",
+        bytes_per_element=6,
+    )
+    assert relayed.seconds <= plan.seconds / 5
 
 
 @pytest.mark.paper("Table 4")

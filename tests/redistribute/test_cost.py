@@ -220,3 +220,18 @@ def test_no_rank_ever_takes_more_than_predicted(pairs):
         total[0] += predicted
         total[1] += measured
     assert total[0] <= 1.05 * total[1]
+
+
+def _check_narrowed(rank):
+    """A view of a large tensor is sent piece by piece; what lies around it is not touched."""
+    plan = resolve("R / 0,1:S0", "R / 2,3:S1", (64, 4))
+    ensure_groups(plan.rank_sets())
+    wide = torch.zeros(32, 1 << 16)
+    local = wide[:, 5:9] if rank < 2 else torch.empty(0)
+    peak = _peak_of(plan, local)
+    assert peak <= 64 * 4 * 4 * 2, f"{peak} bytes beside a shard of {local.numel() * 4}"
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_a_narrowed_view_is_not_copied_whole():
+    run_world(_check_narrowed, WORLD_SIZE)
