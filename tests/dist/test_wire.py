@@ -6,7 +6,7 @@ import torch
 import hdtensor as hd
 from hdtensor.collectives import groups, p2p, wire
 from hdtensor.errors import GroupError
-from hdtensor.redistribute import execute
+from hdtensor.redistribute import jobs
 from tests.support.world import run_world
 
 
@@ -52,7 +52,7 @@ def test_without_a_host_backend_one_error_names_the_devices(monkeypatch):
 def _check_staged(rank):
     """Rank 0 takes its tensors for those of another device: all that it sends is copied first."""
     if rank == 0:
-        for module in (p2p, execute):
+        for module in (p2p, jobs):
             module.is_on_host = lambda device: False
             module.wire_device = lambda device, ranks: torch.device("cpu", 0)
     groups.ensure_groups([])
@@ -67,7 +67,7 @@ def _check_staged(rank):
     finally:
         groups._current.accelerators = ("cpu",) * 3
         if rank == 0:
-            for module in (p2p, execute):
+            for module in (p2p, jobs):
                 module.is_on_host, module.wire_device = wire.is_on_host, wire.wire_device
 
 
