@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hdtensor.elastic.plan_switch import Item, SwitchPlan
@@ -77,6 +77,9 @@ def is_direct(item: Item, box: Box, src: int, dst: int) -> bool:
     return all(_is_contiguous(layout, rank, box) for layout, rank in sides)
 
 
+#: A round starts so many messages of their own on a rank at most: backends keep a list of what is pending.
+MAX_MESSAGES = 1024
+
 #: Smaller parts are joined to one message for each pair of ranks.
 DIRECT_BYTES = 1 << 18
 
@@ -108,6 +111,7 @@ class _Maker:
         self._routes: list[tuple[int, Route]] = []
         self._open_items: list[int] = []
         self._used: defaultdict[int, int] = defaultdict(int)
+        self._num_messages: defaultdict[int, int] = defaultdict(int)
 
     def add(self, index: int, item: Item, routes: Sequence[Route]) -> None:
         """Add a tensor: whole to the current round, or to a new one, or to several."""
@@ -121,6 +125,7 @@ class _Maker:
         if self._fits(needs):
             self._open(index, needs)
             self._routes += [(index, route) for route in routes]
+            self._count(item, routes)
             return
         most = max(new.values(), default=0)
         room = self.budget - most
@@ -147,6 +152,7 @@ class _Maker:
             self.rounds.append(Round(tuple(self._opens), tuple(self._routes), closes))
         self._opens, self._routes = [], []
         self._used.clear()
+        self._num_messages.clear()
         if last:
             self._open_items = []
 
@@ -157,7 +163,16 @@ class _Maker:
             self._used[rank] += num_bytes
 
     def _fits(self, needs: Mapping[int, int]) -> bool:
-        return all(self._used[rank] + n <= self.budget for rank, n in needs.items())
+        is_full = max(self._num_messages.values(), default=0) >= MAX_MESSAGES
+        return not is_full and all(self._used[r] + n <= self.budget for r, n in needs.items())
+
+    def _count(self, item: Item, routes: Iterable[Route]) -> None:
+        """Count the messages of their own."""
+        for box, hops in routes:
+            for src, dst in itertools.pairwise(hops):
+                if is_direct(item, box, src, dst):
+                    self._num_messages[src] += 1
+                    self._num_messages[dst] += 1
 
     def _new_bytes(self, item: Item) -> dict[int, int]:
         if not self.with_new:

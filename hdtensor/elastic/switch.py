@@ -261,7 +261,7 @@ def _digest(items: tuple[Item, ...], options: SwitchOptions) -> str:
 def _plan_rounds(
     items: tuple[Item, ...], options: SwitchOptions
 ) -> tuple[SwitchPlan, tuple[Round, ...]]:
-    """Plan a switch; who goes to and fro between plans (Fig. 18) does it once for each way."""
+    """Plan a switch; a training that alternates between two plans (Fig. 18) does it once for each way."""
     plan = plan_items(
         items, options.topology, exclude_ranks=options.exclude_ranks, rules=options.rules
     )
