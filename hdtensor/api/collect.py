@@ -50,6 +50,8 @@ def _collect(tensor: HDTensor) -> torch.Tensor:
     with torch.no_grad():
         tensor = tensor.redistribute(whole)
     local = tensor._local_tensor
+    if local.is_meta:
+        return local.new_empty(tensor.shape)
     if not dist.is_initialized() or is_played():
         if not tensor.is_local:
             raise GroupError(
@@ -61,7 +63,7 @@ def _collect(tensor: HDTensor) -> torch.Tensor:
     if not outside or not tensor.numel():
         return local.clone() if tensor.is_local else local.new_empty(tensor.shape)
     if tensor.is_local:
-        local = local.contiguous()
+        local = local.resolve_conj().resolve_neg().contiguous()  # bytes are what is sent
         p2p.exchange(dict.fromkeys(outside, local) if current_rank() == source else {}, {})
         return local.clone()
     local = local.new_empty(tensor.shape)

@@ -13,7 +13,8 @@ from hdtensor._rank import current_rank, is_played
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.agreement import attempt, communicates, exchange
 from hdtensor.collectives import groups
-from hdtensor.errors import DisagreementError, SpecError
+from hdtensor.collectives.split import is_norm
+from hdtensor.errors import DisagreementError, RedistributeError, SpecError
 from hdtensor.ops.bound import BoundSpec, normalized
 from hdtensor.placements import checks
 from hdtensor.placements.layout import local_shape, owned_boxes
@@ -287,7 +288,31 @@ class _FromLocal(torch.autograd.Function):
         wanted = gradient_bound(ctx.bound)
         if grad.spec is not wanted.spec or grad.top_sizes != wanted.top_sizes:
             grad = grad.redistribute(wanted.spec, top_sizes=wanted.top_sizes)
-        return grad._local_tensor, None
+        weight = _weight_of_terms(ctx.bound)
+        return grad._local_tensor if weight == 1 else grad._local_tensor / weight, None
+
+
+def _weight_of_terms(bound: BoundSpec) -> int:
+    """Return what a term's gradient is divided by: the number of terms of averages.
+
+    Raises:
+        RedistributeError: If a pending reduction is not linear.
+    """
+    if bound.index is None or not bound.spec.has_partial():
+        return 1
+    group = bound.spec.subgroups[bound.index]
+    tiers = [(bound.spec.top, bound.spec.num_subgroups)]
+    tiers += list(zip(group.placements, group.mesh_shape, strict=True))
+    weight = 1
+    for placement, size in tiers:
+        if isinstance(placement, Partial) and size > 1:
+            if placement.reduce_op not in ("sum", "avg") or is_norm(placement):
+                raise RedistributeError(
+                    f"autograd through {placement} terms: which term the result took is not kept. Reduce with "
+                    f"Partial('sum'), or build the tensor under torch.no_grad()."
+                )
+            weight *= size if placement.reduce_op == "avg" else 1
+    return weight
 
 
 def from_dtensor(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
-
-import torch
 
 from hdtensor.errors import PlanError, SpecError
 from hdtensor.placements import HDSpec, check_top_sizes
@@ -38,12 +37,14 @@ class Item(NamedTuple):
         src: How it is cut before.
         dst: How it is cut after.
         itemsize: Bytes per element.
+        is_contiguous: Whether every rank's local tensor is; parts of others are packed.
     """
 
     name: str
     src: Layout
     dst: Layout
     itemsize: int
+    is_contiguous: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +158,8 @@ def plan_switch(
         PlanError: If the plans do not describe the same tensors.
         RedistributeError: If only excluded ranks hold a part of a tensor.
     """
+    if bytes_per_element is not None:
+        bytes_per_element = whole_number("bytes_per_element", bytes_per_element, 1)
     src, dst = (_specs(plan, params) for plan in (src_plan, dst_plan))
     shapes = params.shapes if isinstance(params, ModelDescription) else params
     items = []
@@ -166,7 +169,9 @@ def plan_switch(
             raise PlanError(f"the {missing[0]}_plan says nothing of the parameter {shown(name)}.")
         shape, itemsize = _shape_and_size(name, value)
         before, after = (_layout(as_spec(specs[name]), shape) for specs in (src, dst))
-        items.append(Item(name, before, after, bytes_per_element or itemsize))
+        items.append(
+            Item(name, before, after, itemsize if bytes_per_element is None else bytes_per_element)
+        )
     return plan_items(items, topology, exclude_ranks=exclude_ranks, rules=rules)
 
 
@@ -189,19 +194,27 @@ def plan_items(
         PlanError: If a tensor has a pending reduction.
         RedistributeError: If only excluded ranks hold a part of a tensor.
     """
-    for name, src, dst, _ in items:
+    excluded = frozenset(check_ranks(exclude_ranks))
+    check_rules(rules)
+    for name, src, dst, *_ in items:
+        revived = sorted(excluded.intersection(dst.spec.ranks))
+        if revived:
+            raise PlanError(
+                f"exclude_ranks: the new spec of {shown(name)}, {dst.spec}, needs the excluded ranks "
+                f"{revived}. Leave them out of the new plan, or do not exclude them."
+            )
         if src.spec.has_partial() or dst.spec.has_partial():
             raise PlanError(
                 f"{shown(name)} has a pending reduction: {src.spec} -> {dst.spec}. Reduce it first "
                 f"(sync_gradients); a switch moves values."
             )
-    moves = [Move(src, dst, itemsize, name) for name, src, dst, itemsize in items]
+    moves = [Move(src, dst, itemsize, name) for name, src, dst, itemsize, _ in items]
     scheme: FusedScheme | RelayScheme
     if rules == "relay":
-        scheme = relay(moves, topology=topology, exclude_ranks=exclude_ranks)
+        scheme = relay(moves, topology=topology, exclude_ranks=excluded)
     else:
-        scheme = fuse(moves, topology=topology, rules=rules, exclude_ranks=exclude_ranks)
-    return SwitchPlan(items=tuple(items), scheme=scheme, exclude_ranks=frozenset(exclude_ranks))
+        scheme = fuse(moves, topology=topology, rules=rules, exclude_ranks=excluded)
+    return SwitchPlan(items=tuple(items), scheme=scheme, exclude_ranks=excluded)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -225,10 +238,9 @@ def _specs(plan: Specs, params: Any) -> Mapping[str, HDSpec | str]:
 
 
 def _shape_and_size(name: str, value: Any) -> tuple[tuple[int, ...], int]:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.element_size()
+    size = getattr(getattr(value, "dtype", None), "itemsize", _DEFAULT_SIZE)
     try:
-        return tuple(int(size) for size in getattr(value, "shape", value)), _DEFAULT_SIZE
+        return tuple(int(extent) for extent in getattr(value, "shape", value)), size
     except TypeError:
         raise SpecError(
             f"the parameter {shown(name)} needs a shape or a tensor, got {shown(value)}."
@@ -236,3 +248,39 @@ def _shape_and_size(name: str, value: Any) -> tuple[tuple[int, ...], int]:
 
 
 _DEFAULT_SIZE = 4
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """Return the value as an int.
+
+    Raises:
+        PlanError: If it is no whole number, or too small.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least:
+        raise PlanError(f"{name}: must be a whole number >= {least}, got {shown(value)}.")
+    return number
+
+
+def check_ranks(ranks: Any) -> tuple[int, ...]:
+    """Return ranks sorted and without repeats.
+
+    Raises:
+        PlanError: If some are none.
+    """
+    if isinstance(ranks, str) or not isinstance(ranks, Collection):
+        raise PlanError(f"exclude_ranks: must be a collection of ranks, got {shown(ranks)}.")
+    return tuple(sorted({whole_number("exclude_ranks", rank, 0) for rank in ranks}))
+
+
+def check_rules(rules: Any) -> None:
+    """Raise unless these are rules for senders.
+
+    Raises:
+        PlanError: Otherwise.
+    """
+    if rules is not None and rules != "relay" and not isinstance(rules, SenderRules):
+        raise PlanError(f"rules: must be SenderRules, 'relay' or None, got {shown(rules)}.")

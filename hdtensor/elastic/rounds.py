@@ -71,7 +71,7 @@ def is_direct(item: Item, box: Box, src: int, dst: int) -> bool:
 
     It is large, and contiguous in both: it needs no buffer. What a relay holds is contiguous always.
     """
-    if box.numel * item.itemsize < DIRECT_BYTES:
+    if box.numel * item.itemsize < DIRECT_BYTES or not item.is_contiguous:
         return False
     sides = ((item.src, src), (item.dst, dst))
     return all(_is_contiguous(layout, rank, box) for layout, rank in sides)
@@ -117,8 +117,8 @@ class _Maker:
         """Add a tensor: whole to the current round, or to a new one, or to several."""
         new = self._new_bytes(item)
         needs: defaultdict[int, int] = defaultdict(int, new)
-        for route in routes:
-            for rank, num_bytes in _ends(route, item):
+        for unit in _units(routes):
+            for rank, num_bytes in _ends(unit, item):
                 needs[rank] += num_bytes
         if not self._fits(needs):
             self.flush(last=True)
@@ -129,21 +129,17 @@ class _Maker:
             return
         most = max(new.values(), default=0)
         room = self.budget - most
-        if room < 4 * item.itemsize:
-            raise PlanError(
-                f"budget_bytes: {self.budget} is too little for {item.name!r}: its largest new shard "
-                f"takes {most} bytes, and messages need some more. Give at least {2 * most + 1024}, or "
-                f"use atomic=True, where the budget is for messages only."
-            )
+        if room < _ROOM * item.itemsize:
+            raise PlanError(_too_little_text(item, self.budget, most, self.with_new))
         self._open(index, new)
-        for route in _cut(routes, room // (4 * item.itemsize)):
-            ends = _ends(route, item)
+        for unit in _cut(routes, room // (_ROOM * item.itemsize)):
+            ends = _ends(unit, item)
             if any(self._used[rank] + num_bytes > self.budget for rank, num_bytes in ends):
                 self.flush(last=False)
                 self._used.update(new)
             for rank, num_bytes in ends:
                 self._used[rank] += num_bytes
-            self._routes.append((index, route))
+            self._routes += [(index, route) for route in unit]
 
     def flush(self, *, last: bool) -> None:
         """End the current round; ``last`` if its tensors are complete with it."""
@@ -184,21 +180,55 @@ class _Maker:
         }
 
 
-def _ends(route: Route, item: Item) -> list[tuple[int, int]]:
-    """Return what a route takes: buffers at each hop's sender and receiver, and at a relay its own."""
-    box, hops = route
+#: A part may lie in so many buffers of one rank: a relay receives, keeps and sends it, to several ranks.
+_ROOM = 8
+
+
+def _units(routes: Iterable[Route]) -> Iterator[list[Route]]:
+    """Yield the routes of each box together: they may share hops, which are made once."""
+    by_box: dict[Box, list[Route]] = {}
+    for route in routes:
+        by_box.setdefault(route.box, []).append(route)
+    yield from by_box.values()
+
+
+def _ends(unit: Sequence[Route], item: Item) -> list[tuple[int, int]]:
+    """Return what the routes of a box take: buffers at both ends of each hop, and at relays their own."""
+    box = unit[0].box
     num_bytes = box.numel * item.itemsize
-    taken = [(relay, num_bytes) for relay in hops[1:-1]]
-    for src, dst in itertools.pairwise(hops):
+    taken: defaultdict[int, int] = defaultdict(int)
+    for prefix in {hops[: k + 1] for _, hops in unit for k in range(1, len(hops))}:
+        src, dst = prefix[-2:]
         if not is_direct(item, box, src, dst):
-            taken += [(src, num_bytes), (dst, num_bytes)]
-    return taken
+            taken[src] += num_bytes
+            taken[dst] += num_bytes
+    for relay in {rank for _, hops in unit for rank in hops[1:-1]}:
+        taken[relay] += num_bytes
+    return sorted(taken.items())
 
 
-def _cut(routes: Sequence[Route], most: int) -> Iterator[Route]:
-    """Yield routes of at most ``most`` elements; those that stay on a rank take nothing."""
-    for box, hops in routes:
-        if len(hops) == 1:
-            yield Route(box, hops)
-        else:
-            yield from (Route(part, hops) for part in cut_box(box, most))
+def _cut(routes: Iterable[Route], most: int) -> Iterator[list[Route]]:
+    """Yield the routes of parts of at most ``most`` elements; what stays on a rank takes nothing."""
+    for unit in _units(routes):
+        kept = [route for route in unit if len(route.hops) == 1]
+        moved = [route for route in unit if len(route.hops) > 1]
+        if kept:
+            yield kept
+        if moved:
+            for part in cut_box(moved[0].box, most):
+                yield [Route(part, hops) for _, hops in moved]
+
+
+def _too_little_text(item: Item, budget: int, most: int, with_new: bool) -> str:
+    least = most + 64 * _ROOM * item.itemsize
+    what = (
+        f"its largest new shard takes {most} bytes, and messages need some more"
+        if with_new
+        else "a message needs more"
+    )
+    text = f"budget_bytes: {budget} is too little for {item.name!r}: {what}. Give at least {least}"
+    return (
+        f"{text}, or use atomic=True, where the budget is for messages only."
+        if with_new
+        else f"{text}."
+    )

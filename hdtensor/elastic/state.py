@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,11 +19,12 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import new_wrapper
-from hdtensor.api.agreement import communicates, exchange
+from hdtensor.api.agreement import attempt, communicates, exchange
 from hdtensor.errors import DisagreementError, SwitchError
 from hdtensor.ops.bound import BoundSpec, normalized
 from hdtensor.placements import HDSpec, check_top_sizes
-from hdtensor.placements.checks import shard_dim
+from hdtensor.placements.checks import is_cut, shard_dim
+from hdtensor.placements.text import as_spec
 from hdtensor.tensor import HDTensor
 
 
@@ -56,7 +58,13 @@ def parameter_slots(
         SwitchError: If a parameter is no ``HDTensor``, or the plan does not name it.
     """
     slots = []
+    seen: dict[int, str] = {}
     for name, tensor in parameters.items():
+        if id(tensor) in seen:
+            raise SwitchError(
+                f"{name!r} and {seen[id(tensor)]!r} are the same tensor; name it once."
+            )
+        seen[id(tensor)] = name
         if not isinstance(tensor, HDTensor):
             raise SwitchError(
                 f"the parameter {name!r} is a plain {type(tensor).__name__}; only HDTensors are switched. "
@@ -66,6 +74,37 @@ def parameter_slots(
             raise SwitchError(f"the plan says nothing of the parameter {name!r}.")
         slots.append(Slot(name, tensor, target(tensor._spec, specs[name])))
     return slots
+
+
+def extra_slots(extra: Mapping[str, tuple[HDTensor, HDSpec | str]]) -> list[Slot]:
+    """Return the slots of further tensors, name -> (tensor, new spec).
+
+    Raises:
+        SwitchError: As ``parameter_slots``.
+        SpecError: If a spec is none.
+    """
+    slots = []
+    for name, (tensor, spec) in extra.items():
+        slots += parameter_slots({name: tensor}, {name: as_spec(spec)})
+    return slots
+
+
+def check_optimizers(
+    parameters: Sequence[Slot], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Raise unless each optimizer has a parameter of the model.
+
+    Raises:
+        SwitchError: Otherwise.
+    """
+    known = {id(slot.tensor) for slot in parameters}
+    for number, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise SwitchError(f"optimizer {number} is a {type(optimizer).__name__}.")
+        if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+            raise SwitchError(
+                f"optimizer {number} ({type(optimizer).__name__}) has no parameter of this model."
+            )
 
 
 def state_slots(
@@ -159,13 +198,12 @@ def _complete(
     if all(other == said[0] for other in said):
         return
     leader = max(range(len(said)), key=lambda rank: (said[rank][0], -rank))
-    told: list[Any] = [mine if dist.get_rank() == leader else None]
+    is_leader = dist.get_rank() == leader
+    packed, problem = attempt(lambda: pickle.dumps(mine) if is_leader else b"")
+    exchange("switch", None, problem)
+    told: list[Any] = [packed]
     dist.broadcast_object_list(told, src=leader)
-    problem = None
-    try:
-        _adopt(found, mine, told[0], parameters, optimizers)
-    except DisagreementError as error:
-        problem = error
+    _, problem = attempt(lambda: _adopt(found, mine, pickle.loads(told[0]), parameters, optimizers))
     exchange("switch", None, problem)
 
 
@@ -239,18 +277,28 @@ def _put(
 def _state_slot(path: _Path, tensor: HDTensor, parameter: Slot) -> Slot:
     """Return the slot of a gradient or a state: cut as its parameter is, on the dims that it has."""
     name = _name(path, [parameter] * (path[1] + 1))
-    spec = parameter.dst.spec
-    if tensor.shape != parameter.tensor.shape:
-        spec = _on_dims(tensor, parameter, name)
-    bound = tensor._spec
+    bound, spec = tensor._spec, parameter.dst.spec
     if bound.spec.has_partial():
         raise SwitchError(
             f"{name} has a pending reduction, {bound.spec}; call sync_gradients, or redistribute it, first."
         )
+    is_alike = tensor.shape == parameter.tensor.shape
+    if not _is_cut(bound.spec) and not (is_alike and not _is_cut(parameter.tensor._spec.spec)):
+        spec = _without_cuts(spec)  # whole on every rank, as Adafactor's factors are: it stays so
+    elif not is_alike:
+        spec = _on_dims(tensor, parameter)
     return Slot(name, tensor, target(bound, spec))
 
 
-def _on_dims(tensor: HDTensor, parameter: Slot, name: str) -> HDSpec:
+def _is_cut(spec: HDSpec) -> bool:
+    return is_cut(spec.top) or any(is_cut(p) for group in spec.subgroups for p in group.placements)
+
+
+def _without_cuts(spec: HDSpec) -> HDSpec:
+    return spec.map_bottom(lambda p: Replicate() if is_cut(p) else p).replace(top=Replicate())
+
+
+def _on_dims(tensor: HDTensor, parameter: Slot) -> HDSpec:
     """Return the parameter's new spec with Replicate where the tensor's dim is not the parameter's."""
     shape, whole = tuple(tensor.shape), tuple(parameter.tensor.shape)
     spec = parameter.dst.spec

@@ -15,12 +15,13 @@ mode                a failure in the middle                             extra me
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,10 +38,18 @@ from hdtensor.api.parallelize import (
     replace_plan,
     state_of,
 )
-from hdtensor.collectives import groups, observe
-from hdtensor.elastic.plan_switch import Item, Rules, SwitchPlan, plan_items
+from hdtensor.collectives import observe
+from hdtensor.elastic.decision import Decisions, advance, next_number
+from hdtensor.elastic.options import SwitchOptions
+from hdtensor.elastic.plan_switch import Item, SwitchPlan, plan_items
 from hdtensor.elastic.rounds import Round, is_moved, make_rounds
-from hdtensor.elastic.state import Slot, parameter_slots, state_slots
+from hdtensor.elastic.state import (
+    Slot,
+    check_optimizers,
+    extra_slots,
+    parameter_slots,
+    state_slots,
+)
 from hdtensor.elastic.transport import Cargo, Carrier
 from hdtensor.errors import PlanError, SwitchError
 from hdtensor.ops.bound import BoundSpec
@@ -48,38 +57,7 @@ from hdtensor.placements import HDSpec
 from hdtensor.placements.text import as_spec
 from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription
 from hdtensor.redistribute.steps import Layout
-from hdtensor.redistribute.topology import UNIFORM, Topology
 from hdtensor.tensor import HDTensor
-
-
-#: Default memory for messages.
-BUDGET_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchOptions:
-    """How a switch is carried out; the same on every rank.
-
-    Attributes:
-        atomic: Whether a failure leaves everything as it was.
-        budget_bytes: Memory for messages; without ``atomic`` for new shards too.
-        stage_on_host: With ``atomic``: keep new shards in host memory until the end.
-        timeout: How long to wait for a message; None for the process group's timeout.
-        topology: Links between the ranks, for the choice of senders.
-        exclude_ranks: Dead ranks: what they hold is taken from others.
-        rules: How senders are chosen; "relay" lets idle neighbours forward.
-    """
-
-    atomic: bool = True
-    budget_bytes: int = BUDGET_BYTES
-    stage_on_host: bool = False
-    timeout: timedelta | None = None
-    topology: Topology = UNIFORM
-    exclude_ranks: Collection[int] = ()
-    rules: Rules = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "exclude_ranks", tuple(sorted(set(self.exclude_ranks))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,15 +115,22 @@ def switch(
     """
     options = SwitchOptions() if options is None else options
     state = state_of(model)
-    expanded = _agreed_model_plan(model, plan, state)
     many = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    prepare_plan(model, expanded)
-    state.sync.flush()
-    slots = parameter_slots(dict(model.named_parameters()), expanded.tensors)
-    slots += state_slots(slots, many)
-    for name, (tensor, spec) in (extra or {}).items():
-        slots += parameter_slots({name: tensor}, {name: as_spec(spec)})
-    return _switch(slots, options, lambda: replace_plan(model, expanded))
+
+    def start() -> tuple[ExpandedPlan, list[Slot], list[Slot]]:
+        _check_between_steps(state)
+        expanded = _expanded(model, plan, state)
+        slots = parameter_slots(dict(model.named_parameters()), expanded.tensors)
+        check_optimizers(slots, many)
+        return expanded, slots, extra_slots(extra or {})
+
+    with torch.inference_mode(False), torch.no_grad():
+        (expanded, slots, further), number = _agreed_start(start, options, len(many))
+        prepare_plan(model, expanded)
+        state.sync.flush()
+        slots += state_slots(slots, many)
+        slots += further
+        return _switch(slots, options, number, lambda: replace_plan(model, expanded))
 
 
 def switch_tensors(
@@ -166,14 +151,21 @@ def switch_tensors(
         PlanError: If a tensor has a pending reduction, or the budget is too small.
         DisagreementError: As ``switch``.
     """
-    slots = parameter_slots(tensors, {name: as_spec(spec) for name, spec in specs.items()})
-    if communicates():
-        prepare_groups(*(slot.dst.spec for slot in slots))
-    return _switch(slots, SwitchOptions() if options is None else options, lambda: None)
+    options = SwitchOptions() if options is None else options
+
+    def start() -> tuple[list[Slot]]:
+        wanted = {name: as_spec(spec) for name, spec in specs.items()}
+        return (parameter_slots(tensors, wanted),)
+
+    with torch.inference_mode(False), torch.no_grad():
+        (slots,), number = _agreed_start(start, options, 0)
+        if communicates():
+            prepare_groups(*(slot.dst.spec for slot in slots))
+        return _switch(slots, options, number, lambda: None)
 
 
 def _switch(
-    slots: Sequence[Slot], options: SwitchOptions, finish: Callable[[], None]
+    slots: Sequence[Slot], options: SwitchOptions, number: int, finish: Callable[[], None]
 ) -> SwitchReport:
     start = time.perf_counter()
     plan, rounds = _agreed_plan(slots, options)
@@ -182,11 +174,12 @@ def _switch(
         for item, (_, tensor, _) in zip(plan.items, slots, strict=True)
     ]
     carrier = Carrier(cargo, current_rank(), options.topology, options.timeout)
+    decisions = Decisions(number, options.timeout) if communicates() else None
     with observe.because("switch"):
         if options.atomic:
-            _all_or_nothing(carrier, rounds, options)
+            _all_or_nothing(carrier, rounds, options, decisions)
         else:
-            _round_by_round(carrier, rounds, slots, options)
+            _round_by_round(carrier, rounds, slots, decisions)
     for slot, each in zip(slots, cargo, strict=True):
         if slot.tensor._spec is not slot.dst:
             _commit(slot, each)
@@ -199,31 +192,54 @@ def _switch(
     )
 
 
-def _agreed_model_plan(
+def _expanded(
     model: nn.Module, plan: AnnotationPlan | ExpandedPlan, state: ParallelState
 ) -> ExpandedPlan:
-    """Expand and check the plan; raise on every rank unless all can go on, with the same plan."""
-
-    def make() -> ExpandedPlan:
-        _check_between_steps(state)
-        if not isinstance(plan, AnnotationPlan):
-            raise PlanError(f"switch takes an AnnotationPlan, got a {type(plan).__name__}.")
-        expanded = plan.expand(ModelDescription.from_module(model), state.patterns)
-        check_supported(expanded)
-        if communicates():
-            expanded.check(world_size=dist.get_world_size())
-        return expanded
-
-    expanded, problem = attempt(make)
+    if not isinstance(plan, AnnotationPlan):
+        raise PlanError(f"switch takes an AnnotationPlan, got a {type(plan).__name__}.")
+    expanded = plan.expand(ModelDescription.from_module(model), state.patterns)
+    check_supported(expanded)
     if communicates():
-        text = None if expanded is None else str(expanded.to_dict())
-        digest = None if text is None else hashlib.sha256(text.encode()).hexdigest()[:16]
-        said = exchange("switch", digest, problem)
-        require_alike("switch", said, "Pass the same plan on every rank.")
+        expanded.check(world_size=dist.get_world_size())
+    return expanded
+
+
+_Start = TypeVar("_Start", bound=tuple[Any, ...])
+
+
+def _agreed_start(
+    start: Callable[[], _Start], options: SwitchOptions, num_optimizers: int
+) -> tuple[_Start, int]:
+    """Do what needs no other rank; raise on every rank unless all can go on, with the same arguments.
+
+    Returns:
+        What ``start`` returned, and the switch's number.
+    """
+
+    def facts() -> tuple[_Start, str]:
+        made = start()
+        shown = [
+            part.to_dict() if isinstance(part, ExpandedPlan) else _names(part) for part in made
+        ]
+        text = repr((shown, options, num_optimizers))
+        return made, hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    found, problem = attempt(facts)
+    number = next_number()
+    if communicates():
+        said = exchange("switch", (found and found[1], number), problem)
+        hint = "Pass the same plan, optimizers, options and extra tensors on every rank."
+        require_alike("switch", [digest for digest, _ in said], hint)
+        number = max(other for _, other in said)
+        advance(number)
     elif problem is not None:
         raise problem
-    assert expanded is not None, "without a problem there is a plan"
-    return expanded
+    assert found is not None, "without a problem there is a start"
+    return found[0], number
+
+
+def _names(slots: Sequence[Slot]) -> list[tuple[str, str, str]]:
+    return [(name, str(tensor._spec.spec), str(dst.spec)) for name, tensor, dst in slots]
 
 
 def _agreed_plan(
@@ -231,28 +247,27 @@ def _agreed_plan(
 ) -> tuple[SwitchPlan, tuple[Round, ...]]:
     """Plan the switch; raise on every rank unless all plan the same."""
 
-    items = tuple(
+    items = [
         Item(name, _layout(tensor._spec), _layout(dst), tensor.dtype.itemsize)
         for name, tensor, dst in slots
-    )
-    made, problem = attempt(lambda: _plan_rounds(items, options))
+    ]
+    mine = {i for i, slot in enumerate(slots) if not slot.tensor._local_tensor.is_contiguous()}
+    strided = set(mine)
     if communicates():
-        require_alike(
-            "switch",
-            exchange("switch", (len(slots), _digest(items, options)), problem),
-            "Pass the same plan, optimizers, options and extra tensors on every rank.",
-        )
-    elif problem is not None:
-        raise problem
-    assert made is not None, "without a problem there is a plan"
-    return made
+        said = exchange("switch", (len(slots), _digest(tuple(items), options), mine), None)
+        hint = "Every rank must have the same tensors, states and gradients."
+        require_alike("switch", [other[:2] for other in said], hint)
+        strided = set().union(*(other[2] for other in said))
+    for i in strided:
+        items[i] = items[i]._replace(is_contiguous=False)
+    return _plan_rounds(tuple(items), options)  # the same on every rank, errors too
 
 
 @functools.lru_cache(maxsize=16)
 def _digest(items: tuple[Item, ...], options: SwitchOptions) -> str:
     facts = [
         (name, str(src.spec), src.top_sizes, str(dst.spec), dst.top_sizes, dst.shape, itemsize)
-        for name, src, dst, itemsize in items
+        for name, src, dst, itemsize, _ in items
     ]
     return hashlib.sha256(repr((facts, options)).encode()).hexdigest()[:16]
 
@@ -269,14 +284,21 @@ def _plan_rounds(
     return plan, make_rounds(plan, options.budget_bytes, with_new=with_new)
 
 
-def _all_or_nothing(carrier: Carrier, rounds: Sequence[Round], options: SwitchOptions) -> None:
-    """Bring all tensors over beside the old ones."""
+def _all_or_nothing(
+    carrier: Carrier,
+    rounds: Sequence[Round],
+    options: SwitchOptions,
+    decisions: Decisions | None,
+) -> None:
+    """Bring all tensors over beside the old ones; return if every rank has."""
     try:
-        for round_ in rounds:
-            carrier.run(round_)
-            if options.stage_on_host:
-                carrier.stage(round_.closes)
-        _wait_for_all(options.timeout)
+        with _telling(decisions):
+            for round_ in rounds:
+                carrier.run(round_)
+                if options.stage_on_host:
+                    carrier.stage(round_.closes)
+        if decisions is not None:
+            decisions.agree()
     except Exception as error:
         raise SwitchError(
             f"the switch failed on rank {carrier.rank}: {error} Nothing was changed: every tensor is "
@@ -286,14 +308,19 @@ def _all_or_nothing(carrier: Carrier, rounds: Sequence[Round], options: SwitchOp
 
 
 def _round_by_round(
-    carrier: Carrier, rounds: Sequence[Round], slots: Sequence[Slot], options: SwitchOptions
+    carrier: Carrier,
+    rounds: Sequence[Round],
+    slots: Sequence[Slot],
+    decisions: Decisions | None,
 ) -> None:
     """Bring tensors over round by round, freeing the old ones after each."""
     moved: list[str] = []
     for round_ in rounds:
         try:
-            carrier.run(round_)
-            _wait_for_all(options.timeout)
+            with _telling(decisions):
+                carrier.run(round_)
+            if decisions is not None:
+                decisions.agree()
         except Exception as error:
             left = [slot.name for slot in slots if slot.name not in set(moved)]
             raise SwitchError(
@@ -306,6 +333,17 @@ def _round_by_round(
         for index in round_.closes:
             _commit(slots[index], carrier.cargo[index])
             moved.append(slots[index].name)
+
+
+@contextlib.contextmanager
+def _telling(decisions: Decisions | None) -> Iterator[None]:
+    """Have the other ranks give up at once where this one fails."""
+    try:
+        yield
+    except BaseException:
+        if decisions is not None:
+            decisions.give_up()
+        raise
 
 
 def _commit(slot: Slot, cargo: Cargo) -> None:
@@ -321,18 +359,6 @@ def _commit(slot: Slot, cargo: Cargo) -> None:
     slot.tensor._spec = slot.dst
     torch.autograd.graph.increment_version(slot.tensor)
     cargo.old = cargo.new = slot.tensor._local_tensor
-
-
-def _wait_for_all(timeout: timedelta | None) -> None:
-    """Wait until every rank is here."""
-    if not communicates():
-        return
-    work = dist.all_reduce(torch.zeros(1, device=groups.device_type()), async_op=True)
-    assert work is not None, "this rank is in the default group"
-    if timeout is None:
-        work.wait()
-    else:
-        work.wait(timeout)
 
 
 def _check_between_steps(state: ParallelState) -> None:

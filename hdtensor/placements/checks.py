@@ -54,6 +54,18 @@ def int_tuple(name: str, values: Iterable[int]) -> tuple[int, ...]:
     return tuple(out)
 
 
+def check_shape(shape: Any) -> tuple[int, ...]:
+    """Return a tensor's shape as plain integers.
+
+    Raises:
+        SpecError: If it is none.
+    """
+    sizes = int_tuple("shape", shape)
+    if min(sizes, default=0) < 0:
+        raise SpecError(f"shape must hold extents >= 0, got {sizes}.")
+    return sizes
+
+
 def shown(values: Any, most: int = 16) -> str:
     """Return a sequence for a message, cut short where it is long.
 

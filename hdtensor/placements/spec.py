@@ -35,13 +35,14 @@ class Subgroup:
         placements: One placement per mesh axis.
     """
 
-    __slots__ = ("_hash", "_key", "mesh_shape", "placements", "ranks")
+    __slots__ = ("_hash", "_key", "_place", "mesh_shape", "placements", "ranks")
 
     ranks: tuple[int, ...]
     mesh_shape: tuple[int, ...]
     placements: tuple[Placement, ...]
     _key: tuple[Any, ...]
     _hash: int
+    _place: dict[int, int]
 
     def __init__(
         self,
@@ -84,6 +85,7 @@ class Subgroup:
         key = (frozen_ranks, shape, tuple((type(p), p) for p in frozen))
         set_(self, "_key", key)
         set_(self, "_hash", hash(key))
+        set_(self, "_place", {rank: place for place, rank in enumerate(frozen_ranks)})
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Subgroup is frozen; build a new one instead of setting {name!r}.")
@@ -116,7 +118,9 @@ class Subgroup:
         Raises:
             ValueError: If the rank is not in this subgroup.
         """
-        index = self.ranks.index(rank)
+        index = self._place.get(rank, -1)
+        if index < 0:
+            raise ValueError(f"rank {rank} is not in {self!r}.")
         coordinate = []
         for size in reversed(self.mesh_shape):
             index, position = divmod(index, size)

@@ -91,6 +91,8 @@ def expand_counts(name: str, text: str) -> tuple[int, ...]:
         total += count * times
         if total > MAX_RANKS or len(counts) + times > MAX_RANKS:
             raise TopologyError(f"{name}: {text!r} is more than {MAX_RANKS} ranks.")
+        if not count or not times:
+            raise TopologyError(f"{name}: {part.strip()!r} in {text!r} is no rank at all.")
         counts += [count] * times
     return tuple(counts)
 

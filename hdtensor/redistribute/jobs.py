@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, assert_never
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hdtensor._rank import current_rank
@@ -97,21 +98,26 @@ def start(
         observe.notify(kind, collective.ranks, flat.nbytes)
     if type(flat) is not Tensor:
         return _start_traced(collective, flat, sent, received)
+    group = group_of(collective.ranks)
     wire = flat.device
     if not is_on_host(wire):
         wire = wire_device(wire, collective.ranks)
     if wire == flat.device:
-        return _start_on_wire(collective, flat, sent, received, is_own)
+        return _start_on_wire(collective, flat, sent, received, group, is_own)
     host, device = flat.to(wire), flat.device
-    pending = _start_on_wire(collective, host, sent, received, True)
+    pending = _start_on_wire(collective, host, sent, received, group, True)
     return lambda: pending().to(device)
 
 
 def _start_on_wire(
-    collective: Collective, flat: Tensor, sent: Sequence[int], received: Sequence[int], is_own: bool
+    collective: Collective,
+    flat: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: dist.ProcessGroup,
+    is_own: bool,
 ) -> split.Pending:
     """Start a collective on a buffer that the backend takes."""
-    group = group_of(collective.ranks)
     match collective:
         case AllReduce():
             op, num_terms = collective.op, len(collective.terms)

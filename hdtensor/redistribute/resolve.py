@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,8 +10,9 @@ from typing import Any, TypeAlias
 
 from torch.distributed.tensor import Partial, Replicate
 
+from hdtensor.errors import TopologyError
 from hdtensor.placements import HDSpec, Subgroup, block_shape, check_top_sizes
-from hdtensor.placements.checks import is_cut
+from hdtensor.placements.checks import check_shape, is_cut
 from hdtensor.placements.text import as_spec
 from hdtensor.redistribute.bottom import bottom_steps
 from hdtensor.redistribute.exchange import (
@@ -100,17 +102,13 @@ def resolve(
     try:
         found = _asked.get(key)
     except TypeError:  # a list among them
-        return resolve(
-            src,
-            dst,
-            tuple(shape),
-            src_top_sizes=src_top_sizes and tuple(src_top_sizes),
-            dst_top_sizes=dst_top_sizes and tuple(dst_top_sizes),
-            topology=topology,
-        )
+        found = None
+    # Numbers that are equal need not be whole ones: 4.0 finds what 4 was asked for, which is right.
     if found is not None:
         return found
-    src, dst, shape = as_spec(src), as_spec(dst), tuple(shape)
+    src, dst, shape = as_spec(src), as_spec(dst), check_shape(shape)
+    if not isinstance(topology, Topology):
+        raise TopologyError(f"topology: must be a Topology, got {topology!r}.")
     plan = _resolve(
         src,
         dst,
@@ -121,7 +119,8 @@ def resolve(
     )
     if len(_asked) >= _MAX_PLANS:
         _asked.clear()
-    _asked[key] = plan
+    with contextlib.suppress(TypeError):
+        _asked[key] = plan
     return plan
 
 

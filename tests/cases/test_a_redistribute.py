@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hdtensor import distribute_tensor
+from hdtensor import RedistributeError, distribute_tensor, from_local
 from hdtensor.placements import local_shape
 from tests.support.world import run_world
 
@@ -77,3 +77,40 @@ def _check_trainer_to_generator(rank):
 @pytest.mark.dist(5)
 def test_case_7_three_trainers_to_two_generators():
     run_world(_check_trainer_to_generator, 5)
+
+
+def _check_lazy_and_meta(rank):
+    z = torch.complex(torch.arange(4.0), torch.ones(4))
+    local = z.conj() if rank == 0 else torch.empty(0, dtype=z.dtype)
+    assert torch.equal(from_local(local, "R / 0:R", shape=(4,)).full_tensor(), z.conj())
+    x = distribute_tensor(torch.ones(8, 4, device="meta"), "S0[3:1] / 0,1:S1 2:R")
+    for dst in ("R / 3:S0 1,2:S1", "S1 / 0:R 3:R", "R / 0,1:S1 2:R", "P / 0,1:P 2:R"):
+        y = x.redistribute(dst)
+        assert y.to_local().is_meta
+        assert tuple(y.to_local().shape) == local_shape(y.spec, (8, 4), y.top_sizes, rank)
+    assert x.full_tensor().is_meta
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_lazy_conjugates_and_meta_tensors():
+    run_world(_check_lazy_and_meta, WORLD_SIZE)
+
+
+def _check_terms(rank):
+    def gradient(spec):
+        local = torch.tensor([1.0, 5.0, 2.0] if rank == 0 else [3.0, 1.0, 2.0], requires_grad=True)
+        x = from_local(local, spec, shape=(3,))
+        x.redistribute("R / 0:R 1:R" if " 1:" in spec else "R / 0,1:R").sum().backward()
+        return local.grad
+
+    assert torch.equal(gradient("P / 0:R 1:R"), torch.ones(3))
+    assert torch.equal(gradient("P(avg) / 0:R 1:R"), torch.full((3,), 0.5))
+    assert torch.equal(gradient("R / 0,1:P(avg)"), torch.full((3,), 0.5))
+    for op in ("max", "min", "product"):
+        with pytest.raises(RedistributeError, match="autograd through"):
+            gradient(f"P({op}) / 0:R 1:R")
+
+
+@pytest.mark.dist(2)
+def test_gradients_of_terms():
+    run_world(_check_terms, 2)

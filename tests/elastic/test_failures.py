@@ -3,13 +3,14 @@
 import os
 import pickle
 import signal
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 
 import hdtensor as hd
-from hdtensor.elastic import SwitchOptions, switch, switch_tensors
+from hdtensor.elastic import SwitchOptions, decision, switch, switch_tensors
 from hdtensor.elastic.transport import Carrier
 from tests.models.hf import batch, build, strategy
 from tests.support.world import WorldError, run_world
@@ -100,6 +101,19 @@ def _check_errors(rank):
     unlike = SwitchOptions(budget_bytes=10_000 if rank else 20_000)
     with pytest.raises(hd.DisagreementError, match="switch was called with unlike arguments"):
         switch_tensors(tensors, wanted, options=unlike)
+    other = {**wanted, "t0": "R / 0,2:S0" if rank == 1 else "R / 0-1:S0"}
+    with pytest.raises(hd.DisagreementError, match="switch was called with unlike arguments"):
+        switch_tensors(tensors, other)
+    bad = {**wanted, "t0": "no spec" if rank == 1 else wanted["t0"]}
+    with pytest.raises(hd.HDTensorError, match="no spec" if rank == 1 else "rank 1 fails with"):
+        switch_tensors(tensors, bad)
+    missing = {n: s for n, s in wanted.items() if rank != 2 or n != "t3"}
+    with pytest.raises(hd.HDTensorError, match="'t3'"):
+        switch_tensors(tensors, missing)
+    with pytest.raises(hd.SwitchError, match="'y' and 'x' are the same tensor"):
+        switch_tensors({"x": tensors["t0"], "y": tensors["t0"]}, {"x": "R / 0:R", "y": "R / 1:R"})
+    with pytest.raises(hd.PlanError, match=r"needs the excluded ranks \[3\]"):
+        switch_tensors(tensors, wanted, options=SwitchOptions(exclude_ranks=(3,)))
     pending = {"p": hd.distribute_tensor(torch.ones(4), "P / 0:R 1:R")}
     with pytest.raises(hd.PlanError, match="'p' has a pending reduction"):
         switch_tensors(pending, {"p": "R / 0,1:R"})
@@ -137,3 +151,86 @@ def _check_between_steps(rank):
 @pytest.mark.dist(2)
 def test_case_36_a_switch_inside_a_step_raises():
     run_world(_check_between_steps, 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("exclude_ranks", "3"),
+        ("exclude_ranks", [-1]),
+        ("exclude_ranks", ["x"]),
+        ("rules", "Relay"),
+        ("rules", ["relay"]),
+        ("budget_bytes", None),
+        ("budget_bytes", 2.5),
+        ("budget_bytes", 0),
+        ("timeout", 3),
+        ("topology", "nodes"),
+    ],
+)
+def test_options_that_are_none(field, value):
+    with pytest.raises(hd.PlanError, match=f"^{field}: must be"):
+        SwitchOptions(**{field: value})
+
+
+def _check_slow(rank, atomic, slow):
+    """A rank that is late at the end: either all go on, or none; nothing is lost."""
+    tensors = _tensors()
+    wanted = {n: dst for n, (_, dst) in SPECS.items()}
+    options = SwitchOptions(atomic=atomic, budget_bytes=10**6, timeout=timedelta(seconds=1))
+    agree = decision.Decisions.agree
+
+    def late(self):
+        time.sleep(2.5)
+        agree(self)
+
+    if rank == slow:
+        decision.Decisions.agree = late
+    try:
+        switch_tensors(tensors, wanted, options=options)
+        moved = True
+    except hd.SwitchError:
+        moved = False
+    finally:
+        decision.Decisions.agree = agree
+    specs = {str(tensor.spec) for tensor in tensors.values()}
+    return moved, specs
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("atomic", [True, False])
+@pytest.mark.parametrize("slow", [0, 3])
+def test_a_slow_rank_does_not_split_the_others(atomic, slow):
+    outcomes = run_world(_check_slow, 4, atomic, slow)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert outcomes[0] == (False, {"R / 0-2:S0"})
+
+
+def _check_strided(rank):
+    """Transposed locals are packed within the budget, on every rank alike."""
+    full = torch.arange(1 << 18, dtype=torch.float32).reshape(512, 512)
+    local = {0: full[:256], 1: full[256:]}.get(rank, torch.empty(0))
+    if rank == 0:
+        local = local.t().contiguous().t()
+    tensor = hd.from_local(local, "R / 0,1:S0", shape=(512, 512))
+    options = SwitchOptions(budget_bytes=1 << 17)
+    report = switch_tensors({"w": tensor}, {"w": "R / 2,3:S0"}, options=options)
+    assert report.num_rounds > 4
+    assert torch.equal(tensor.full_tensor(), full)
+
+
+@pytest.mark.dist(4)
+def test_strided_locals_keep_the_budget():
+    run_world(_check_strided, 4)
+
+
+def _check_inference(rank):
+    tensors = _tensors()
+    with torch.inference_mode():
+        switch_tensors(tensors, {n: dst for n, (_, dst) in SPECS.items()})
+    assert not any(tensor.to_local().is_inference() for tensor in tensors.values())
+
+
+@pytest.mark.dist(4)
+def test_inference_mode_leaves_no_trace():
+    run_world(_check_inference, 4)

@@ -26,6 +26,7 @@ def _optimizer(model, name):
         "sgd": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9),
         "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-1),
         "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-1),
+        "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
         "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2, eps=1e-2),
     }
     return makers[name](model.parameters())
@@ -177,3 +178,43 @@ def _check_dead_ranks(rank):
 @pytest.mark.dist(4)
 def test_dead_ranks_neither_send_nor_receive():
     run_world(_check_dead_ranks, 4)
+
+
+def _check_shared_hops(rank):
+    """A part that two ranks of a node want crosses once, in however many rounds."""
+    full = torch.arange(1 << 16, dtype=torch.float32).reshape(256, 256)
+    for budget in (1 << 22, 1 << 16):
+        tensor = hd.distribute_tensor(full, "R / 0:R")
+        options = SwitchOptions(
+            budget_bytes=budget, rules="relay", topology=hd.Topology.of_nodes(2, 4)
+        )
+        with hd.debug.count_communication() as counted:
+            report = switch_tensors({"w": tensor}, {"w": "R / 2:R 3:R"}, options=options)
+        sent = sum(e.num_bytes for e in counted.events if e.kind == "send_recv")
+        assert sent == sum(report.plan.sent_bytes.get(rank, {}).values())
+        assert torch.equal(tensor.full_tensor(), full)
+
+
+@pytest.mark.dist(4)
+def test_relays_send_what_the_plan_says():
+    run_world(_check_shared_hops, 4)
+
+
+def _check_adafactor(rank):
+    plans = [strategy(([0, 1], 2), ([2], 1), ([3], 1)), strategy(([1, 0], 1), ([3], 1), ([2], 2))]
+    plain = build("llama")
+    reference = _optimizer(plain, "adafactor")
+    model = hd.parallelize(build("llama"), plans[0])
+    optimizer = _optimizer(model, "adafactor")
+    for number, plan in enumerate([None, plans[1], plans[0]]):
+        if plan is not None:
+            switch(model, plan, optimizer)
+        steps = range(2 * number, 2 * number + 2)
+        wanted = _losses(plain, reference, steps)
+        got = _losses(model, optimizer, steps, lambda d: hd.distribute_batch(model, d), hd.item)
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.dist(4)
+def test_adafactor_keeps_its_factors_whole():
+    run_world(_check_adafactor, 4)

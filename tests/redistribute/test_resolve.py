@@ -4,7 +4,7 @@ import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hdtensor._torch_compat import StridedShard
-from hdtensor.errors import SpecError
+from hdtensor.errors import SpecError, TopologyError
 from hdtensor.placements import Box, HDSpec, Subgroup
 from hdtensor.redistribute import resolve
 from hdtensor.redistribute.bottom import bottom_steps
@@ -370,3 +370,14 @@ def test_all_to_all_moves_only_crossings():
         ((Box((2, 0), (3, 2)),), (Box((2, 2), (3, 3)),)),
     )
     assert collective.num_moved == 2 + 2
+
+
+def test_shapes_are_whole_numbers_before_anything_is_kept():
+    for shape in ((4.5, 4), (-4, 4), 4, None, "44", (True, 7)):
+        with pytest.raises(SpecError, match=r"^shape must"):
+            resolve("S0 / 0:R 1:R", "R / 3:R", shape)
+    with pytest.raises(SpecError):
+        resolve("S0 / 0:R 1:R", "R / 3:R", [4, 4], src_top_sizes=[])
+    assert resolve("S0 / 0:R 1:R", "R / 3:R", [4, 4], src_top_sizes=[1, 3]).num_moved == 16
+    with pytest.raises(TopologyError, match=r"^topology: must be a Topology"):
+        resolve("S0 / 0:R 1:R", "R / 3:R", (4, 4), topology="nodes")

@@ -118,6 +118,10 @@ def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     execute = make_runner(plan, reverse=args[3])
     is_between = spec.top != bound.spec.top or spec.ranks != bound.spec.ranks
 
+    if args[0]._local_tensor.is_meta:  # no values: nothing to send
+        shape = out.local_shape()
+        return lambda x, *_: wrap(x._local_tensor.new_empty(shape), out)
+
     def run(x: Any, dst: int, top_sizes: Any, reverse: bool, kw: Any) -> Any:
         moves[0] += is_between
         return wrap(execute(x._local_tensor), out)
