@@ -53,26 +53,20 @@ class Decisions:
         """
         key, self._key = self._key, next(self._keys)
         store = _store()
+        # The last vote decides before its rank enters the barrier: behind it nobody waits for the store.
+        if store.add(f"{key}/votes", 1) == dist.get_world_size():
+            store.compare_set(key, "", _GO.decode())
+        problem = None
         try:
             _barrier(self.timeout)
-            if store.add(f"{key}/votes", 1) == dist.get_world_size():
-                store.compare_set(key, "", _GO.decode())
-            self._wait(store, key)
-        except Exception:
-            if store.compare_set(key, "", _STOP.decode()) != _GO:
-                raise
-        if store.get(key) != _GO:
-            raise RuntimeError("another rank failed, or did not come in time.")
+        except Exception as error:
+            problem = error
+        if store.compare_set(key, "", _STOP.decode()) != _GO:
+            raise problem or RuntimeError("another rank failed, or did not come in time.")
 
     def give_up(self) -> None:
         """Tell the others that this rank does not go on."""
         _store().compare_set(self._key, "", _STOP.decode())
-
-    def _wait(self, store: dist.Store, key: str) -> None:
-        if self.timeout is None:
-            store.wait([key])
-        else:
-            store.wait([key], self.timeout)
 
 
 def _store() -> dist.Store:
