@@ -13,7 +13,7 @@ from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import from_dtensor, from_local
 from hdtensor.api.parallelize import distribute_batch, no_sync, parallelize, sync_gradients
-from hdtensor.elastic import plan_switch, switch, switch_tensors
+from hdtensor.elastic import SwitchOptions, plan_switch, switch, switch_tensors
 from hdtensor.errors import (
     DeductionError,
     DisagreementError,
@@ -27,7 +27,7 @@ from hdtensor.errors import (
     TopologyError,
 )
 from hdtensor.placements import Box, HDSpec, Subgroup
-from hdtensor.plan import AnnotationPlan
+from hdtensor.plan import AnnotationPlan, ModelDescription
 from hdtensor.redistribute import RedistributePlan, explain, resolve, simulate
 from hdtensor.redistribute.topology import Topology
 from hdtensor.tensor import HDTensor
@@ -42,6 +42,7 @@ __all__ = [
     "HDSpec",
     "HDTensor",
     "HDTensorError",
+    "ModelDescription",
     "NonLocalError",
     "Partial",
     "PlanError",
@@ -52,6 +53,7 @@ __all__ = [
     "SpecError",
     "Subgroup",
     "SwitchError",
+    "SwitchOptions",
     "Topology",
     "TopologyError",
     "as_rank",

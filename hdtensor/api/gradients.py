@@ -16,6 +16,7 @@ import torch
 
 from hdtensor._torch_compat import at_backward_end, backward_id
 from hdtensor.collectives import observe
+from hdtensor.errors import PlanError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import wrap
 from hdtensor.placements.layout import contiguous_stride
@@ -43,6 +44,17 @@ class GradientSync:
         self._accumulators = [
             self._watch(p) for p in self.parameters if p.is_floating_point() or p.is_complex()
         ]
+
+    def __reduce__(self) -> Any:
+        """Refuse: copies would still watch this model's parameters.
+
+        Raises:
+            PlanError: Always; it names what to do.
+        """
+        raise PlanError(
+            "a parallelized model cannot be copied or pickled as a whole. Copy or save its state_dict(), or "
+            "build the model again and call parallelize."
+        )
 
     def _watch(self, parameter: torch.Tensor) -> Any:
         """Have the engine call this object around accumulation, also if a frozen parameter thaws later."""

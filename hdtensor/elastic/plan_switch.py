@@ -47,7 +47,7 @@ class Item(NamedTuple):
     is_contiguous: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SwitchPlan:
     """Who sends what to whom: the same value on every rank.
 
@@ -60,6 +60,12 @@ class SwitchPlan:
     items: tuple[Item, ...]
     scheme: FusedScheme | RelayScheme
     exclude_ranks: frozenset[int]
+
+    def __repr__(self) -> str:
+        return (
+            f"SwitchPlan({len(self.items)} tensors, {self.num_bytes:,} bytes, about {self.seconds:.3g} s; "
+            f"see table())"
+        )
 
     @property
     def topology(self) -> Topology:
@@ -143,7 +149,8 @@ def plan_switch(
     {1: {'any': 64}}
 
     Args:
-        src_plan: Plan before; or the spec of each tensor.
+        src_plan: Plan before; or the spec of each tensor. A strategy is expanded by the built-in patterns:
+            with patterns of your own pass ``plan.expand(model, patterns)``.
         dst_plan: Plan after, for the same tensors.
         params: The model's description; or name -> shape, or anything with a shape and a dtype, in
             registration order.

@@ -51,16 +51,16 @@ from hdtensor.elastic.state import (
     state_slots,
 )
 from hdtensor.elastic.transport import Cargo, Carrier
-from hdtensor.errors import PlanError, SwitchError
+from hdtensor.errors import DisagreementError, PlanError, SwitchError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements import HDSpec
 from hdtensor.placements.text import as_spec
-from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription
+from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription, Pattern
 from hdtensor.redistribute.steps import Layout
 from hdtensor.tensor import HDTensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SwitchReport:
     """What a switch did.
 
@@ -76,9 +76,14 @@ class SwitchReport:
     num_rounds: int
     seconds: float
 
+    def __repr__(self) -> str:
+        return f"SwitchReport({self})"
+
     def __str__(self) -> str:
+        num_bytes = self.plan.num_bytes
+        size = f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes:,} bytes"
         return (
-            f"{len(self.moved)} tensors, {self.plan.num_bytes / 2**20:.1f} MiB in {self.num_rounds} "
+            f"{len(self.moved)} tensors, {size} in {self.num_rounds} "
             f"round{'' if self.num_rounds == 1 else 's'}, {self.seconds:.3f} s"
         )
 
@@ -90,6 +95,7 @@ def switch(
     *,
     options: SwitchOptions | None = None,
     extra: Mapping[str, tuple[HDTensor, HDSpec | str]] | None = None,
+    patterns: Sequence[Pattern | tuple[str, str]] | None = None,
 ) -> SwitchReport:
     """Bring a parallelized model, its gradients and its optimizers to another plan, in place.
 
@@ -103,6 +109,7 @@ def switch(
         optimizers: The optimizers of its parameters.
         options: Mode, budget, timeout, topology, dead ranks; default ``SwitchOptions()``.
         extra: Further tensors, such as averaged weights: name -> (tensor, new spec).
+        patterns: Rules for parameter names where the plan is a strategy; default those of ``parallelize``.
 
     Returns:
         What moved, and how long it took.
@@ -119,7 +126,7 @@ def switch(
 
     def start() -> tuple[ExpandedPlan, list[Slot], list[Slot]]:
         _check_between_steps(state)
-        expanded = _expanded(model, plan, state)
+        expanded = _expanded(model, plan, state.patterns if patterns is None else patterns)
         slots = parameter_slots(dict(model.named_parameters()), expanded.tensors)
         check_optimizers(slots, many)
         return expanded, slots, extra_slots(extra or {})
@@ -193,11 +200,15 @@ def _switch(
 
 
 def _expanded(
-    model: nn.Module, plan: AnnotationPlan | ExpandedPlan, state: ParallelState
+    model: nn.Module,
+    plan: AnnotationPlan | ExpandedPlan,
+    patterns: Sequence[Pattern | tuple[str, str]],
 ) -> ExpandedPlan:
     if not isinstance(plan, AnnotationPlan):
         raise PlanError(f"switch takes an AnnotationPlan, got a {type(plan).__name__}.")
-    expanded = plan.expand(ModelDescription.from_module(model), state.patterns)
+    if isinstance(plan, ExpandedPlan):  # it has a spec for every tensor
+        patterns = ()
+    expanded = plan.expand(ModelDescription.from_module(model), patterns)
     check_supported(expanded)
     if communicates():
         expanded.check(world_size=dist.get_world_size())
@@ -216,26 +227,39 @@ def _agreed_start(
         What ``start`` returned, and the switch's number.
     """
 
-    def facts() -> tuple[_Start, str]:
+    def facts() -> tuple[_Start, dict[str, Any]]:
         made = start()
-        shown = [
-            part.to_dict() if isinstance(part, ExpandedPlan) else _names(part) for part in made
-        ]
-        text = repr((shown, options, num_optimizers))
-        return made, hashlib.sha256(text.encode()).hexdigest()[:16]
+        plans = [part.to_dict() for part in made if isinstance(part, ExpandedPlan)]
+        slots = [_names(part) for part in made if not isinstance(part, ExpandedPlan)]
+        return made, {
+            "plan": _short(plans),
+            "tensors and specs": _short(slots),
+            "options": _short(options),
+            "number of optimizers": num_optimizers,
+        }
 
     found, problem = attempt(facts)
     number = next_number()
     if communicates():
         said = exchange("switch", (found and found[1], number), problem)
-        hint = "Pass the same plan, optimizers, options and extra tensors on every rank."
-        require_alike("switch", [digest for digest, _ in said], hint)
+        for what in said[0][0]:
+            each = [told[what] for told, _ in said]
+            odd = [rank for rank, value in enumerate(each) if value != each[0]]
+            if odd:
+                raise DisagreementError(
+                    f"switch was called with unlike arguments: the {what} of ranks {odd} differ from "
+                    f"rank 0's. Pass the same on every rank."
+                )
         number = max(other for _, other in said)
         advance(number)
     elif problem is not None:
         raise problem
     assert found is not None, "without a problem there is a start"
     return found[0], number
+
+
+def _short(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def _names(slots: Sequence[Slot]) -> list[tuple[str, str, str]]:

@@ -1,5 +1,7 @@
 """``switch`` on real processes: training goes on as on one device, whatever plans follow one another."""
 
+import copy
+
 import pytest
 import torch
 
@@ -218,3 +220,38 @@ def _check_adafactor(rank):
 @pytest.mark.dist(4)
 def test_adafactor_keeps_its_factors_whole():
     run_world(_check_adafactor, 4)
+
+
+class _Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.fc2 = torch.nn.Linear(6, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.fc2(self.fc1(x).relu())
+
+
+def _check_patterns(rank):
+    """Plans of a model with patterns of its own: remembered, given anew, or expanded already."""
+    patterns = [("fc1.*", "column"), ("fc2.weight", "row")]
+    plans = [strategy(([0, 1], 1)), strategy(([2, 3], 1))]
+    model = hd.parallelize(_Net(), plans[0], patterns=patterns)
+    assert str(model.fc1.weight.spec) == "R / 0,1:S0"
+    switch(model, plans[1])
+    assert str(model.fc1.weight.spec) == "R / 2,3:S0"
+    report = switch(model, plans[0].expand(hd.ModelDescription.from_module(_Net()), patterns))
+    assert str(model.fc1.weight.spec) == "R / 0,1:S0"
+    assert repr(report).startswith("SwitchReport(")
+    assert repr(report.plan).startswith("SwitchPlan(4 tensors, ")
+    switch(model, plans[1], patterns=[("fc1.*", "column")])
+    assert str(model.fc2.weight.spec) == "R / 2,3:R"
+    for name, parameter in _Net().named_parameters():
+        assert torch.equal(model.get_parameter(name).full_tensor(), parameter)
+    with pytest.raises(hd.PlanError, match="cannot be copied or pickled as a whole"):
+        copy.deepcopy(model)
+
+
+@pytest.mark.dist(4)
+def test_patterns_of_the_users_own():
+    run_world(_check_patterns, 4)
