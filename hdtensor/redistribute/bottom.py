@@ -259,15 +259,16 @@ def _boxes_each(layout: Layout, line: Ranks) -> tuple[tuple[Box, ...], ...]:
 
 def _crossings(src: Layout, dst: Layout, line: Ranks) -> tuple[tuple[tuple[Box, ...], ...], ...]:
     """Return what each rank of the line holds of each rank's new boxes."""
+    held, wanted = _boxes_each(src, line), _boxes_each(dst, line)
     return tuple(
         tuple(
             tuple(
                 common
-                for new in _boxes(dst, receiver)
-                for old in _boxes(src, sender)
+                for new in theirs
+                for old in mine
                 if (common := old.intersect(new)) is not None
             )
-            for receiver in line
+            for theirs in wanted
         )
-        for sender in line
+        for mine in held
     )
