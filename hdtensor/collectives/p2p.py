@@ -7,8 +7,9 @@ first message that is not yet done has both its ends waiting for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,8 +44,8 @@ def start(
     *,
     reverse: bool = False,
     timeout: timedelta | None = None,
-) -> Callable[[], None]:
-    """Start all messages; the function returned waits for them.
+) -> Exchange:
+    """Start all messages; what is returned waits for them.
 
     Args:
         sends: Global rank of the receiver -> contiguous buffers, not to be written before the wait.
@@ -58,26 +59,67 @@ def start(
         GroupError: Inside ``as_rank``, or without a default process group.
     """
     if not sends and not recvs:
-        return _nothing
+        return Exchange([], timeout)
     group, tag = message_channel(reverse=reverse)
     me, world = dist.get_rank(), dist.get_world_size()
     messages = [(me, peer, buffer) for peer, buffer in _each(sends) if peer != me]
     messages += [(peer, me, buffer) for peer, buffer in _each(recvs) if peer != me]
     messages.sort(key=lambda message: place(message[0], message[1], world))
-    staged: list[tuple[Tensor, Tensor]] = []
-    ready = [(src, dst, _on_wire(src, dst, buffer, staged)) for src, dst, buffer in messages]
+    ready = [(src, dst, _on_wire(src, dst, buffer)) for src, dst, buffer in messages]
     works = launch(ready, group, tag)
+    is_each = len(works) == len(messages)  # some backends complete a batch as a whole
+    issued = []
+    for i, ((src, dst, buffer), (_, _, host)) in enumerate(zip(messages, ready, strict=True)):
+        source = src if dst == me else None
+        mine = works[i : i + 1] if is_each else works
+        issued.append(_Issued(source, tuple(mine), buffer, host))
+    return Exchange(issued, timeout)
 
-    def wait() -> None:
-        for work in works:
-            if timeout is None:
+
+class _Issued(NamedTuple):
+    """A message on its way.
+
+    Attributes:
+        source: Rank that it comes from; None for one that is sent.
+        works: What to wait for.
+        buffer: What is sent or received.
+        host: The same memory, or host memory where bytes are staged.
+    """
+
+    source: int | None
+    works: tuple[dist.Work, ...]
+    buffer: Tensor
+    host: Tensor
+
+
+class Exchange:
+    """Messages on their way; call it to wait for all that are left."""
+
+    def __init__(self, issued: list[_Issued], timeout: timedelta | None) -> None:
+        self._left = issued
+        self._timeout = timeout
+
+    def __call__(self) -> None:
+        """Wait for all messages."""
+        left, self._left = self._left, []
+        for message in left:
+            self._wait(message)
+
+    def receive(self, source: int) -> None:
+        """Wait for the messages from one rank, while others are on their way."""
+        arriving = [message for message in self._left if message.source == source]
+        self._left = [message for message in self._left if message.source != source]
+        for message in arriving:
+            self._wait(message)
+
+    def _wait(self, message: _Issued) -> None:
+        for work in message.works:
+            if self._timeout is None:
                 work.wait()
             else:
-                work.wait(timeout)
-        for buffer, host in staged:
-            buffer.copy_(host)
-
-    return wait
+                work.wait(self._timeout)
+        if message.source is not None and message.host is not message.buffer:
+            message.buffer.copy_(message.host)
 
 
 def launch(
@@ -102,18 +144,14 @@ def launch(
     return works + (dist.batch_isend_irecv(operations) if operations else [])
 
 
-def _on_wire(src: int, dst: int, buffer: Tensor, staged: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return what is sent or received: the buffer, or host memory; ``staged`` is what to copy back."""
+def _on_wire(src: int, dst: int, buffer: Tensor) -> Tensor:
+    """Return what is sent or received: the buffer, or host memory in its place."""
     if is_on_host(buffer.device):
         return buffer
     device = wire_device(buffer.device, (src, dst))
     if device == buffer.device:
         return buffer
-    if src == dist.get_rank():
-        return buffer.to(device)
-    host = torch.empty_like(buffer, device=device)
-    staged.append((buffer, host))
-    return host
+    return buffer.to(device) if src == dist.get_rank() else torch.empty_like(buffer, device=device)
 
 
 def _each(buffers: Mapping[int, Tensor | Sequence[Tensor]]) -> Iterator[tuple[int, Tensor]]:
@@ -128,10 +166,6 @@ def place(src: int, dst: int, num_ranks: int) -> tuple[int, int]:
     By distance around the ring of ranks: at each distance every rank sends once and receives once.
     """
     return (dst - src) % num_ranks, src
-
-
-def _nothing() -> None:
-    """Wait for no message."""
 
 
 def _as_bytes(buffer: Tensor) -> Tensor:

@@ -123,12 +123,13 @@ class Carrier:
         if observe.listeners:
             for peer, each in outgoing.items():
                 observe.notify("send_recv", (peer,), sum(buffer.nbytes for buffer in each))
-        wait = p2p.start(outgoing, incoming, timeout=self.timeout)
+        exchange = p2p.start(outgoing, incoming, timeout=self.timeout)
 
         def finish() -> None:
-            wait()
             for peer, flat in flats.items():
+                exchange.receive(peer)
                 unpack(flat, received.joint[peer])
+            exchange()
 
         return finish
 

@@ -44,12 +44,14 @@ class _Arrival(NamedTuple):
         term: Which term of its reduction it brings.
         pieces: Views of the new local tensor.
         flat: The bytes that arrive; None where they arrive in the only piece itself.
+        source: Rank that sends it.
     """
 
     parcel: int
     term: int
     pieces: list[Tensor]
     flat: Tensor | None
+    source: int
 
 
 #: Writes a message into its pieces, or reduces it into them.
@@ -85,11 +87,13 @@ def start(
     if observe.listeners:
         for peer, buffer in outgoing.items():
             observe.notify("send_recv", (peer,), buffer.nbytes)
-    wait = p2p.start(outgoing, buffers, reverse=reverse, timeout=timeout)
+    exchange = p2p.start(outgoing, buffers, reverse=reverse, timeout=timeout)
 
     def finish() -> None:
-        wait()
-        _deliver(parcels, arrivals)
+        # What came is written while other messages are on their way.
+        _deliver_first([a for a in arrivals if a.term == 0], _write, exchange)
+        exchange()
+        _deliver_rest(parcels, arrivals, _write)
 
     return finish
 
@@ -115,8 +119,10 @@ def _start_traced(parcels: Sequence[Parcel], reverse: bool) -> Callable[[], None
         for i, (parcel, result) in enumerate(zip(parcels, results, strict=True)):
             sizes = [message.num_elements for message in parcel.step.received]
             for message, flat in zip(parcel.step.received, torch.split(result, sizes), strict=True):
-                arrivals.append(_Arrival(i, message.term, _views(parcel.new, message), flat))
-        _deliver(parcels, arrivals, write=_write_traced)
+                views = _views(parcel.new, message)
+                arrivals.append(_Arrival(i, message.term, views, flat, message.peer))
+        _deliver_first([a for a in arrivals if a.term == 0], _write_traced)
+        _deliver_rest(parcels, arrivals, _write_traced)
 
     return finish
 
@@ -153,7 +159,7 @@ def _post(
         # Only the first term may be received over what is there.
         if len(viewed) == 1 and term == 0 and is_alone(pieces):
             buffers[peer] = pieces[0]
-            arrivals.append(_Arrival(parcel, term, pieces, None))
+            arrivals.append(_Arrival(parcel, term, pieces, None, peer))
         else:
             flat_peers[peer] = viewed
     everything = [[p for _, _, pieces in parts for p in pieces] for parts in flat_peers.values()]
@@ -162,18 +168,24 @@ def _post(
         start = 0
         for parcel, term, pieces in flat_peers[peer]:
             end = start + sum(piece.nbytes for piece in pieces)
-            arrivals.append(_Arrival(parcel, term, pieces, flat[start:end]))
+            arrivals.append(_Arrival(parcel, term, pieces, flat[start:end], peer))
             start = end
     return buffers, arrivals
 
 
-def _deliver(
-    parcels: Sequence[Parcel], arrivals: Sequence[_Arrival], write: _Writer = _write
+def _deliver_first(
+    arrivals: Sequence[_Arrival], write: _Writer, exchange: p2p.Exchange | None = None
 ) -> None:
-    """Write what arrived, the first terms before the others."""
+    """Write plain messages and first terms."""
     for arrival in arrivals:
-        if arrival.term == 0 and arrival.flat is not None:
+        if arrival.flat is not None:
+            if exchange is not None:
+                exchange.receive(arrival.source)
             write(arrival.flat, arrival.pieces, None)
+
+
+def _deliver_rest(parcels: Sequence[Parcel], arrivals: Sequence[_Arrival], write: _Writer) -> None:
+    """Reduce the other terms."""
     for i, parcel in enumerate(parcels):
         if parcel.step.op is not None:
             _reduce(parcel, [a for a in arrivals if a.parcel == i], write)
