@@ -15,6 +15,7 @@ from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.local import prepare_groups, shard_of
 from hdtensor.collectives import groups, p2p
+from hdtensor.collectives.split import check_terms
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements.spec import HDSpec
@@ -58,6 +59,8 @@ def distribute_tensor(
 
     Raises:
         SpecError: If the spec does not fit the tensor.
+        RedistributeError: If the spec leaves a reduction pending that the dtype does not have, such as an average of
+            integers.
         DisagreementError: On every rank, if ranks pass unlike shapes, dtypes or specs, or one of them fails (not with
             ``src_data_rank=None``, which asks nobody).
     """
@@ -101,6 +104,7 @@ def _bind(
     for mesh, *_ in pairs:
         if isinstance(mesh, DeviceMesh):
             groups.adopt_mesh(mesh)
+    check_terms(spec, tensor.dtype)
     return BoundSpec.bind(spec, tensor.shape, None, tensor.dtype, top_sizes)
 
 

@@ -35,6 +35,7 @@ from torch.distributed.tensor import Partial
 
 from hdtensor.collectives.memory import new_buffer
 from hdtensor.errors import RedistributeError
+from hdtensor.placements.spec import HDSpec
 
 
 #: Call it once to wait for the collective and get its flat result.
@@ -216,6 +217,21 @@ def check_reducible(op: Partial, dtype: torch.dtype) -> None:
         raise RedistributeError(f"{op} of {dtype}: no arithmetic. Convert to int64 first.")
     if dtype.is_complex and (op.reduce_op in ("max", "min") or is_norm(op)):
         raise RedistributeError(f"{op} of {dtype}: complex numbers have no order. Use Partial().")
+
+
+def check_terms(spec: HDSpec, dtype: torch.dtype) -> None:
+    """Raise where a value of ``dtype`` cannot be made the spec's terms: averages of integers, ordered complex numbers.
+
+    Dtypes without arithmetic may be made terms (one is the value, the others are zeros), and travel; only their
+    reduction is refused.
+
+    Raises:
+        RedistributeError: As ``check_reducible``.
+    """
+    if spec.has_partial() and (dtype.is_complex or not dtype.is_floating_point):
+        for placement in (spec.top, *(p for group in spec.subgroups for p in group.placements)):
+            if isinstance(placement, Partial) and placement.reduce_op != "sum":
+                check_reducible(placement, dtype)
 
 
 def is_norm(op: Partial) -> bool:

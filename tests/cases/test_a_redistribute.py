@@ -114,3 +114,17 @@ def _check_terms(rank):
 @pytest.mark.dist(2)
 def test_gradients_of_terms():
     run_world(_check_terms, 2)
+
+
+def _check_terms_of_integers(rank):
+    x = distribute_tensor(torch.arange(4), "R / 0,1:S0")
+    with pytest.raises(RedistributeError, match="has no exact result"):
+        x.redistribute("P(avg) / 0:R 1:R")
+    with pytest.raises(RedistributeError, match="has no exact result"):
+        distribute_tensor(torch.arange(4), "R / 0,1:P(avg)", src_data_rank=None)
+    assert torch.equal(x.redistribute("P / 0:R 1:R").full_tensor(), torch.arange(4))
+
+
+@pytest.mark.dist(2)
+def test_an_average_of_integers_is_refused_before_it_is_made():
+    run_world(_check_terms_of_integers, 2)

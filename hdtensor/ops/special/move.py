@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate
 from hdtensor._rank import is_played
 from hdtensor._torch_compat import raw_apply
 from hdtensor.collectives import groups
-from hdtensor.collectives.split import check_reducible
+from hdtensor.collectives.split import check_reducible, check_terms
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import call, moves, special, wrap
 from hdtensor.placements.layout import check_top_sizes, contiguous_stride
@@ -102,6 +102,7 @@ def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     bound = args[0]._spec
     spec = HDSpec.from_id(args[1])
     sizes = check_top_sizes(spec, bound.shape, args[2])
+    check_terms(spec, bound.dtype)
     plan = resolve(
         bound.spec, spec, tuple(bound.shape), src_top_sizes=bound.top_sizes, dst_top_sizes=sizes
     )
