@@ -29,7 +29,7 @@ from hdtensor.errors import (
 from hdtensor.placements import Box, HDSpec, Subgroup
 from hdtensor.plan import AnnotationPlan, ModelDescription
 from hdtensor.redistribute import RedistributePlan, explain, resolve, simulate
-from hdtensor.redistribute.topology import Topology
+from hdtensor.redistribute.topology import Topology, use_topology
 from hdtensor.tensor import HDTensor
 
 
@@ -77,4 +77,5 @@ __all__ = [
     "switch",
     "switch_tensors",
     "sync_gradients",
+    "use_topology",
 ]

@@ -194,10 +194,12 @@ def run_round(
         reverse: Whether messages go on the channel of backward passes.
         donate: Whether the local tensors may be overwritten.
     """
-    items = [jobs.Item(i, step, job, state[i]) for i, step in todo for job in step.jobs]
-    in_pairs = [item for item in items if jobs.is_in_pair(item)]
-    if in_pairs:
-        items = [item for item in items if not jobs.is_in_pair(item)]
+    items: list[jobs.Item] = []
+    in_pairs: list[jobs.Item] = []
+    for i, step in todo:
+        for job in step.jobs:
+            item = jobs.Item(i, step, job, state[i])
+            (in_pairs if jobs.is_in_pair(item) else items).append(item)
     started = [
         (bucket, jobs.launch(bucket, donate)) for bucket in jobs.buckets_of(items, bucket_bytes)
     ]

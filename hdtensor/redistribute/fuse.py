@@ -56,18 +56,16 @@ class Table(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusedScheme:
-    """Who sends what to whom for a batch of tensors: the fused BSR scheme.
+class Scheme:
+    """What a batch of tensors sends over the links.
 
     Attributes:
-        topology: The links that the senders were chosen by.
-        transfers: Per tensor, in the order given; ``src == dst`` stays on the rank.
-        sent: (rank, class of links) -> bytes.
-        received: (rank, class of links) -> bytes.
+        topology: The links that it was made for.
+        sent: (rank, class of links) -> bytes, at each hop.
+        received: (rank, class of links) -> bytes, at each hop.
     """
 
     topology: Topology
-    transfers: tuple[tuple[Transfer, ...], ...]
     sent: Mapping[tuple[int, int], int]
     received: Mapping[tuple[int, int], int]
 
@@ -78,7 +76,7 @@ class FusedScheme:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that travel between ranks."""
+        """Bytes that travel between ranks, counted at each hop."""
         return sum(self.sent.values())
 
     def sent_by(self, rank: int) -> tuple[int, ...]:
@@ -88,6 +86,17 @@ class FusedScheme:
     def received_by(self, rank: int) -> tuple[int, ...]:
         """Return the bytes that a rank receives over each class of links."""
         return tuple(self.received.get((rank, i), 0) for i in range(len(self.topology.links)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedScheme(Scheme):
+    """Who sends what to whom for a batch of tensors: the fused BSR scheme.
+
+    Attributes:
+        transfers: Per tensor, in the order given; ``src == dst`` stays on the rank.
+    """
+
+    transfers: tuple[tuple[Transfer, ...], ...]
 
 
 def fuse(

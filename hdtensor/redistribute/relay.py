@@ -15,11 +15,11 @@ Time is that of the busiest direction of a NIC or of a rank's fast links, as if 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hdtensor.redistribute.balance import Balance
-from hdtensor.redistribute.fuse import Move, table_of
+from hdtensor.redistribute.fuse import Move, Scheme, table_of
 from hdtensor.redistribute.paths import Needs, Paths, gather_needs
 from hdtensor.redistribute.pour import Phases, Route, RouteWriter, phases_of
 from hdtensor.redistribute.topology import UNIFORM, Topology
@@ -30,34 +30,16 @@ _SMALL = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RelayScheme:
+class RelayScheme(Scheme):
     """Who sends what to whom, through whom, for a batch of tensors.
 
     Attributes:
-        topology: The links that the routes were chosen by.
         routes: Per tensor, in the order given.
-        sent: (rank, class of links) -> bytes, relayed ones too.
-        received: (rank, class of links) -> bytes.
-        bound_seconds: No scheme of such routes has a smaller makespan, if each node's copy is counted
-            by itself. (Where copies for several nodes leave by one neighbour, they share the hop to it;
-            no search is made for that.)
+        bound_seconds: No scheme of such routes has a smaller makespan.
     """
 
-    topology: Topology
     routes: tuple[tuple[Route, ...], ...]
-    sent: Mapping[tuple[int, int], int]
-    received: Mapping[tuple[int, int], int]
     bound_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """Makespan: the time of the busiest direction of a NIC or of a rank's fast links."""
-        return self.topology.makespan(self.sent, self.received)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that travel between ranks, counted at each hop."""
-        return sum(self.sent.values())
 
     def phases(self, index: int) -> Phases:
         """Return the hops of one tensor in the order in which they can be carried out."""

@@ -336,3 +336,33 @@ class Topology:
 
 
 UNIFORM = Topology()
+
+
+#: What eager redistributes choose senders by, and whether one has asked for it.
+_in_use: list[Topology] = [UNIFORM]
+_is_asked = [False]
+
+
+def use_topology(topology: Topology) -> None:
+    """Have ``HDTensor.redistribute`` choose senders by these links, from now on in this process.
+
+    Every rank calls it with the same topology, before the first redistribute: plans are kept, and ranks
+    that chose by unlike links would wait for one another.
+
+    Raises:
+        TopologyError: If it is no topology, or a redistribute was planned already.
+    """
+    if not isinstance(topology, Topology):
+        raise TopologyError(f"topology: must be a Topology, got {shown(topology)}.")
+    if _is_asked[0] and topology != _in_use[0]:
+        raise TopologyError(
+            "use_topology: redistributes were planned with another topology. Call it once, right after "
+            "init_process_group, on every rank."
+        )
+    _in_use[0] = topology
+
+
+def topology_in_use() -> Topology:
+    """Return what ``use_topology`` set, and keep it."""
+    _is_asked[0] = True
+    return _in_use[0]

@@ -5,8 +5,17 @@ import itertools
 import pytest
 import torch
 
-from hdtensor import RedistributeError, distribute_tensor, from_local
+from hdtensor import (
+    RedistributeError,
+    Topology,
+    TopologyError,
+    distribute_tensor,
+    from_local,
+    use_topology,
+)
+from hdtensor.debug import count_communication
 from hdtensor.placements import local_shape
+from hdtensor.redistribute import topology
 from tests.support.world import run_world
 
 
@@ -128,3 +137,28 @@ def _check_terms_of_integers(rank):
 @pytest.mark.dist(2)
 def test_an_average_of_integers_is_refused_before_it_is_made():
     run_world(_check_terms_of_integers, 2)
+
+
+def _check_topology(rank):
+    """Rank 3 gets its copy from its neighbour, not from the first owner."""
+    nodes = Topology.of_nodes(2, 4)
+    topology._is_asked[0] = False  # as in a process that has redistributed nothing yet
+    use_topology(nodes)
+    try:
+        x = distribute_tensor(torch.arange(35.0), "R / 0,2:R")
+        with count_communication() as count:
+            y = x.redistribute("R / 0,2,3:R")
+        assert torch.equal(y.full_tensor(), torch.arange(35.0))
+        assert [event.ranks for event in count.events] == ([(3,)] if rank == 2 else [])
+        with pytest.raises(TopologyError, match="planned with another topology"):
+            use_topology(Topology())
+        with pytest.raises(TopologyError, match="must be a Topology"):
+            use_topology("nodes")
+    finally:
+        topology._is_asked[0] = False
+        use_topology(Topology())
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_a_topology_in_use_chooses_the_senders():
+    run_world(_check_topology, WORLD_SIZE)

@@ -90,6 +90,4 @@ def _check_mixed(rank):
 @pytest.mark.gpu
 @pytest.mark.dist(3)
 def test_a_cuda_rank_beside_cpu_ranks():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     run_world(_check_mixed, 3)

@@ -22,6 +22,7 @@ from hdtensor.placements.spec import HDSpec
 from hdtensor.redistribute.execute import make_runner
 from hdtensor.redistribute.program import compile_plan
 from hdtensor.redistribute.resolve import resolve
+from hdtensor.redistribute.topology import topology_in_use
 
 
 _library = torch.library.Library("hdtensor", "DEF")
@@ -104,7 +105,12 @@ def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     sizes = check_top_sizes(spec, bound.shape, args[2])
     check_terms(spec, bound.dtype)
     plan = resolve(
-        bound.spec, spec, tuple(bound.shape), src_top_sizes=bound.top_sizes, dst_top_sizes=sizes
+        bound.spec,
+        spec,
+        tuple(bound.shape),
+        src_top_sizes=bound.top_sizes,
+        dst_top_sizes=sizes,
+        topology=topology_in_use(),
     )
     if not plan.steps:
         same = BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, sizes)
