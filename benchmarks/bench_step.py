@@ -50,7 +50,7 @@ def measure(settings: Settings) -> list[Row]:
         repeats=settings.scaled(20),
     )
     label = f"{size} rank{'s' * (size > 1)}"
-    goals = {"op by op": 0.8, "region": None}
+    goals = {"op by op": 0.8, "region": 0.5}
     if size == 2:
         goals |= {"outside": 0.2, "outside, op by op": None}
     return [

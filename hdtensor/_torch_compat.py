@@ -27,6 +27,10 @@ from torch.distributed.tensor.placement_types import (  # (2.11-2.15)
     _MaskPartial as MaskPartial,
     _StridedShard as StridedShard,
 )
+from torch.utils import _pytree as pytree  # results that are mappings or dataclasses (2.11-2.15)
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)  # to watch a pass of a module (2.11-2.15)
 
 
 __all__ = [
@@ -37,6 +41,7 @@ __all__ = [
     "Propagator",
     "StridedShard",
     "TensorMeta",
+    "TorchDispatchMode",
     "abstract_mesh",
     "at_backward_end",
     "backward_id",
@@ -49,7 +54,9 @@ __all__ = [
     "new_wrapper",
     "no_torch_function",
     "observe_conversion",
+    "pytree",
     "raw_apply",
+    "saved_tensor_hooks",
 ]
 
 #: ``new_wrapper(cls, local, spec, requires_grad)``: DTensor's constructor of a wrapper subclass in C++;
@@ -67,6 +74,11 @@ def observe_conversion(src: DTensorSpec, dst: DTensorSpec, text: Callable[[], st
 def keep_in_order(name: str, library: torch.library.Library) -> None:
     """Have ``torch.compile`` keep all calls of an operator, also without a use, and their order. (2.13-2.15)"""
     torch.library._register_effectful_op(name, torch.library.EffectType.ORDERED, lib=library)
+
+
+def saved_tensor_hooks() -> Any:
+    """Return the innermost hooks on tensors that autograd saves, None without any. (2.13-2.15)"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def in_backward() -> bool:

@@ -1,10 +1,13 @@
-"""``Leaf``: a parameter's local tensor as a plain autograd leaf, for modules that run on plain tensors."""
+"""Stand-ins for a module's parameters: others while it is watched, plain leaves while it runs on plain tensors."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.gradients import GradientSync
@@ -57,7 +60,58 @@ class Leaf:
 
     def _bring_home(self, plain: torch.Tensor) -> None:
         grad, plain.grad = plain.grad, None
-        new = new_wrapper(HDTensor, grad, self.grad_bound, False)
-        parameter = self.parameter
-        parameter.grad = new if parameter.grad is None else parameter.grad + new
-        self.sync.note(parameter)
+        bound, parameter = self.grad_bound, self.parameter
+        assert bound is not None, "a gradient comes in a recorded layout"
+        new = new_wrapper(HDTensor, grad, bound, False)
+        old = parameter.grad
+        parameter.grad = new if old is None else old + new
+        if bound.spec is not parameter._spec.spec or old is not None:  # else it is home
+            self.sync.note(parameter)
+
+
+Slots = dict[int, list[tuple[dict[str, Any], str]]]
+
+
+def leaves_of(module: nn.Module, sync: GradientSync) -> list[Leaf]:
+    """Return a leaf for each of a module's parameters, in their order."""
+    slots = _slots(module)
+    return [Leaf(p, slots[id(p)], sync) for p in module.parameters()]  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def put_in(leaves: Sequence[Leaf]) -> Iterator[None]:
+    """Have the leaves stand in for the parameters."""
+    for leaf in leaves:
+        leaf.put()
+    try:
+        yield
+    finally:
+        for leaf in leaves:
+            leaf.take()
+
+
+@contextlib.contextmanager
+def parameters_as(module: nn.Module, change: Callable[[int, HDTensor], Any]) -> Iterator[None]:
+    """Have ``change(i, parameter)`` stand in for each parameter."""
+    slots = _slots(module)
+    originals: list[Any] = list(module.parameters())
+    for i, parameter in enumerate(originals):
+        new = change(i, parameter)
+        for home, key in slots[id(parameter)]:
+            home[key] = new
+    try:
+        yield
+    finally:
+        for parameter in originals:
+            for home, key in slots[id(parameter)]:
+                home[key] = parameter
+
+
+def _slots(module: nn.Module) -> Slots:
+    """Return where each parameter stands, by its id; a tied one stands in several places."""
+    slots: Slots = {}
+    for inner in module.modules():
+        for key, parameter in inner._parameters.items():
+            if parameter is not None:
+                slots.setdefault(id(parameter), []).append((inner._parameters, key))
+    return slots

@@ -1,23 +1,27 @@
-"""Autograd nodes of regions: at their border, around a recorded pass, and in place of a skipped module."""
+"""Autograd nodes of regions: at their border, and in place of a skipped module."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hdtensor._torch_compat import new_wrapper, raw_apply
+from hdtensor._torch_compat import new_wrapper, pytree, raw_apply
 from hdtensor.api.points import Points
 from hdtensor.api.shapes import LayoutRule
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.generate import empty_like_local
-from hdtensor.ops.registry import events
 from hdtensor.ops.special.move import move
 from hdtensor.ops.special.random import draw_key
 from hdtensor.tensor import HDTensor, gradient_bound
+
+
+#: Makes a module's result of its tensors and Nones.
+Rebuild = Callable[[tuple[Any, ...]], Any]
 
 
 @dataclass(slots=True)
@@ -26,8 +30,7 @@ class Layout:
 
     state: str = "new"
     tries: int = 0
-    is_tuple: bool = False
-    requires_grad: bool = False
+    rebuild: Rebuild = operator.itemgetter(0)
     points: Points = field(default_factory=Points)
     draws: int = 0
     shapes: LayoutRule = field(default_factory=LayoutRule)
@@ -36,53 +39,6 @@ class Layout:
     start_events: int = 0
     backward_events: int = 0
     sizes: dict[Any, tuple[BoundSpec | None, ...]] = field(default_factory=dict)
-
-
-class Watcher:
-    """Puts an identity node around a module's inputs, parameters and outputs that notes gradients' layouts."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.num_inputs = 0
-        layout.num_watched = 0
-
-    def input(self, x: HDTensor) -> HDTensor:
-        """Watch an input; its gradient inside the module only, not that of other uses."""
-        self.num_inputs += 1
-        return self._watch(x, ("i", self.num_inputs - 1), is_output=False)
-
-    def parameter(self, i: int, x: HDTensor) -> HDTensor:
-        """Watch a parameter."""
-        return self._watch(x, ("p", i), is_output=False)
-
-    def output(self, k: int, x: HDTensor) -> HDTensor:
-        """Watch an output: the module's backward begins there."""
-        return self._watch(x, ("o", k), is_output=True)
-
-    def _watch(self, x: HDTensor, slot: Any, *, is_output: bool) -> HDTensor:
-        if not (x.requires_grad and torch.is_grad_enabled()) or self.layout.state in (
-            "failed",
-            "pruned",
-        ):
-            return x
-        self.layout.num_watched += 1
-        return _Watch.apply(x, self.layout, slot, is_output)
-
-
-class _Watch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: HDTensor, layout: Layout, slot: Any, is_output: bool) -> HDTensor:
-        ctx.layout, ctx.slot, ctx.is_output = layout, slot, is_output
-        return new_wrapper(HDTensor, x._local_tensor.detach(), x._spec, False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: HDTensor) -> tuple[HDTensor, None, None, None]:
-        layout = ctx.layout
-        if ctx.is_output:
-            layout.start_events, layout.backward_events = events[0], 0
-        layout.backward_events = max(layout.backward_events, events[0] - layout.start_events)
-        layout.watched[ctx.slot] = grad._spec
-        return grad, None, None, None
 
 
 class _EnterNode(torch.autograd.Function):
@@ -199,12 +155,10 @@ def skip(
     anchor = None
     if not any(x.requires_grad for x in inputs) and any(p.requires_grad for p in parameters):
         anchor = _anchor()
-    if not layout.is_tuple:
-        return _skip_node(outs, note, anchor, *inputs)
     held = tuple([out for out in outs if out is not None])
     made = _skip_node(held, note, anchor, *inputs)
     following = iter(made if isinstance(made, tuple) else (made,))
-    return tuple(None if out is None else next(following) for out in outs)
+    return layout.rebuild(tuple([None if out is None else next(following) for out in outs]))
 
 
 @functools.cache
@@ -253,19 +207,19 @@ def replace_tensors(value: Any, change: Any) -> Any:
     return value
 
 
-def is_close(plain: Any, result: Any) -> bool:
-    """Return whether a plain run's result is the local part of the op-by-op result."""
-    if not isinstance(result, HDTensor):
-        return plain is None and result is None
-    local = result._local_tensor
-    if (
-        not isinstance(plain, torch.Tensor)
-        or plain.shape != local.shape
-        or plain.dtype != local.dtype
-    ):
-        return False
-    try:
-        torch.testing.assert_close(plain, local, equal_nan=True)
-    except AssertionError:
-        return False
-    return True
+def flatten_result(result: Any) -> tuple[tuple[Any, ...], Rebuild]:
+    """Return the leaves of a module's result, and what makes such a result of leaves again.
+
+    Tensors and tuples are the common ones; Hugging Face models return mappings, which they register with torch's pytree.
+    """
+    kind = type(result)
+    if result is None or isinstance(result, torch.Tensor):
+        return (result,), operator.itemgetter(0)
+    if kind is tuple and not any(isinstance(r, tuple | list | dict) for r in result):
+        return result, tuple
+    leaves, structure = pytree.tree_flatten(result)
+    return tuple(leaves), functools.partial(_unflatten, structure)
+
+
+def _unflatten(structure: pytree.TreeSpec, leaves: tuple[Any, ...]) -> Any:
+    return pytree.tree_unflatten(leaves, structure)

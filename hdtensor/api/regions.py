@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,18 +35,18 @@ from torch.utils.hooks import RemovableHandle
 from hdtensor.api import points
 from hdtensor.api.gradients import GradientSync
 from hdtensor.api.points import Points
-from hdtensor.api.region_leaf import Leaf
+from hdtensor.api.region_leaf import Leaf, leaves_of, parameters_as, put_in
 from hdtensor.api.region_nodes import (
     Enter,
     Layout,
-    Watcher,
-    is_close,
+    flatten_result,
     key_of,
     leave,
     local_of,
     replace_tensors,
     skip,
 )
+from hdtensor.api.region_watch import Deferral, Watcher, is_close
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import events, moves
 from hdtensor.ops.special.random import num_draws
@@ -73,7 +73,9 @@ _suspended = [False]
 
 
 def install(model: nn.Module, description: ModelDescription, sync: GradientSync) -> list[Region]:
-    """Make regions of a model's layers, of their children, and of the other modules with parameters.
+    """Make regions of a model's modules with parameters, down to the children of its layers.
+
+    The module that holds the stack of layers is tried first: where all of it is local work, it runs as a whole.
 
     Args:
         model: Its parameters are ``HDTensor``s already.
@@ -85,12 +87,12 @@ def install(model: nn.Module, description: ModelDescription, sync: GradientSync)
     for name, module in model.named_modules():
         if not name or not any(True for _ in module.parameters()):
             continue
-        parent = name.rpartition(".")[0]
         is_inside = any(name.startswith(f"{layer}.") for layer in layers)
-        holds_layers = any(layer.startswith(f"{name}.") for layer in layers)
-        if name in layers or parent in layers or not (is_inside or holds_layers):
-            chosen.append(module)
-    return [Region(module, sync) for module in chosen]
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # without a forward
+        if not is_list and (name.rpartition(".")[0] in layers or not is_inside):
+            holds_layers = any(layer.startswith(f"{name}.") for layer in layers)
+            chosen.append(Region(module, sync, is_stack=holds_layers))
+    return chosen
 
 
 class Region:
@@ -99,8 +101,9 @@ class Region:
     It stands in for the module's ``forward``, so that hooks on the module itself run around it.
     """
 
-    def __init__(self, module: nn.Module, sync: GradientSync) -> None:
+    def __init__(self, module: nn.Module, sync: GradientSync, is_stack: bool = False) -> None:
         self.module = module
+        self.is_stack = is_stack
         self.forward = module.forward
         self.sync = sync
         self.layouts: dict[Any, Layout] = {}
@@ -123,7 +126,8 @@ class Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module in the best way known for these inputs."""
-        if _suspended[0] or torch.compiler.is_compiling() or self._is_hooked():
+        # Inside a module that runs on plain tensors there is nothing left to do.
+        if points.running or _suspended[0] or torch.compiler.is_compiling() or self._is_hooked():
             return self.forward(*args, **kwargs)
         inputs: list[HDTensor] = []
         key = (
@@ -134,7 +138,8 @@ class Region:
             key_of(args, inputs),
             key_of(kwargs, inputs) if kwargs else None,
         )
-        if not inputs:
+        # Models look into masks before their layers: what they do with another one, no pass has shown.
+        if not inputs or (self.is_stack and _has_plain((*args, *kwargs.values()))):
             return self.forward(*args, **kwargs)
         try:
             layout = self.layouts.get(key)
@@ -215,17 +220,16 @@ class Region:
             replace_tensors(args, watch.input),
             replace_tensors(kwargs, watch.input),
         )
+        deferral = Deferral()
         points.recording.append(layout.points)
         try:
-            with _op_by_op(), self._parameters_as(watch.parameter):
+            with _op_by_op(), parameters_as(self.module, watch.parameter), deferral:
                 result = self.forward(*watched_args, **watched_kwargs)
         finally:
             points.recording.pop()
         layout.draws = num_draws[0] - before[2]
-        outs = result if isinstance(result, tuple) else (result,)
-        layout.is_tuple = isinstance(result, tuple)
-        layout.requires_grad = any(isinstance(o, HDTensor) and o.requires_grad for o in outs)
-        if not all(o is None or isinstance(o, HDTensor) for o in outs):
+        outs, layout.rebuild = flatten_result(result)
+        if deferral.is_seen or not all(o is None or isinstance(o, HDTensor) for o in outs):
             layout.state = "failed"
         elif not inputs[0].is_local and not any(p.is_local for p in self._parameters()):
             layout.state = "pruned" if moves[0] == before[1] else "failed"
@@ -235,7 +239,7 @@ class Region:
         outs = tuple(
             watch.output(k, o) if isinstance(o, HDTensor) else o for k, o in enumerate(outs)
         )
-        return outs if layout.is_tuple else outs[0]
+        return layout.rebuild(outs)
 
     def _is_recorded(self, layout: Layout) -> bool:
         """Whether the recorded pass's backward told every gradient's layout; decide on what it showed."""
@@ -266,13 +270,13 @@ class Region:
 
     def _is_same(self, layout: Layout, args: Any, kwargs: Any, result: Any) -> bool:
         """Run on plain tensors without autograd; compare the local results."""
-        leaves = self._plain_leaves()
+        leaves = self.leaves = self.leaves or leaves_of(self.module, self.sync)
         if any(not leaf.accepts(layout.watched.get(("p", i))) for i, leaf in enumerate(leaves)):
             return False
         layout.points.is_checking, layout.points.position = True, 0
         points.running.append(layout.points)
         try:
-            with torch.no_grad(), self._swapped(leaves):
+            with torch.no_grad(), put_in(leaves):
                 plain = self.forward(
                     *replace_tensors(args, local_of), **replace_tensors(kwargs, local_of)
                 )
@@ -282,14 +286,13 @@ class Region:
         finally:
             points.running.pop()
             layout.points.is_checking = False
-        mine = plain if isinstance(plain, tuple) else (plain,)
-        theirs = result if isinstance(result, tuple) else (result,)
+        mine, theirs = flatten_result(plain)[0], flatten_result(result)[0]
         return len(mine) == len(theirs) and all(map(is_close, mine, theirs))
 
     # -- sizes ----------------------------------------------------------------------------------------------------
 
     def _observe(self, layout: Layout, inputs: list[HDTensor], result: Any) -> None:
-        outs = result if isinstance(result, tuple) else (result,)
+        outs, _ = flatten_result(result)
         bounds = tuple(o._spec if isinstance(o, HDTensor) else None for o in outs)
         layout.shapes.observe([x._spec for x in inputs], bounds)
         self._remember(layout, inputs, bounds)
@@ -320,71 +323,30 @@ class Region:
         plain_kwargs = replace_tensors(kwargs, enter) if kwargs else kwargs
         layout.points.position = 0
         points.running.append(layout.points)
-        for leaf in leaves:
-            leaf.put()
         try:
-            plain = self.forward(*plain_args, **plain_kwargs)
+            with put_in(leaves):
+                plain = self.forward(*plain_args, **plain_kwargs)
         finally:
             points.running.pop()
-            for leaf in leaves:
-                leaf.take()
-        results = plain if layout.is_tuple else (plain,)
+        results, rebuild = flatten_result(plain)
         for k, out in enumerate(outs):
             if out is not None and results[k].shape != out.local_shape():
                 # The sizes were derived, and this module makes something else of them.
                 layout.state = "failed"
                 return self.forward(*args, **kwargs)
-        if not layout.is_tuple:
-            return leave(plain, outs[0], layout.watched.get(("o", 0)))
-        return tuple(
-            None if o is None else leave(o, outs[k], layout.watched.get(("o", k)))
-            for k, o in enumerate(plain)
+        return rebuild(
+            tuple(
+                [
+                    None if o is None else leave(o, outs[k], layout.watched.get(("o", k)))
+                    for k, o in enumerate(results)
+                ]
+            )
         )
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def _parameters(self) -> list[HDTensor]:
         return list(self.module.parameters())  # type: ignore[arg-type]
-
-    def _slots(self) -> dict[int, list[tuple[dict[str, Any], str]]]:
-        slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        for module in self.module.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    slots.setdefault(id(parameter), []).append((module._parameters, key))
-        return slots
-
-    @contextlib.contextmanager
-    def _parameters_as(self, change: Any) -> Iterator[None]:
-        """Put ``change(i, parameter)`` in the parameters' places."""
-        slots = self._slots()
-        originals = self._parameters()
-        for i, parameter in enumerate(originals):
-            new = change(i, parameter)
-            for home, key in slots[id(parameter)]:
-                home[key] = new
-        try:
-            yield
-        finally:
-            for parameter in originals:
-                for home, key in slots[id(parameter)]:
-                    home[key] = parameter
-
-    def _plain_leaves(self) -> list[Leaf]:
-        if self.leaves is None:
-            slots = self._slots()
-            self.leaves = [Leaf(p, slots[id(p)], self.sync) for p in self._parameters()]
-        return self.leaves
-
-    @contextlib.contextmanager
-    def _swapped(self, leaves: list[Leaf]) -> Iterator[None]:
-        for leaf in leaves:
-            leaf.put()
-        try:
-            yield
-        finally:
-            for leaf in leaves:
-                leaf.take()
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -409,6 +371,10 @@ def has_hooks(module: nn.Module) -> bool:
         if any(not is_own_hook(hook) for table in tables for hook in table.values()):
             return True
     return False
+
+
+def _has_plain(values: Iterable[Any]) -> bool:
+    return any(isinstance(v, torch.Tensor) and not isinstance(v, HDTensor) for v in values)
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ def handler(args, kw):
         return handler_of(func, len(args))(args, kw)
     key = {key}
     if kw:
-        key = (key, *[(k, part(v, k)) for k, v in kw.items()])
+        key = (key, *[(k, type(v) if type(v) in free and k in loose else part(v, k)) for k, v in kw.items()])
     try:
         run = get(key)
     except TypeError:
@@ -96,9 +96,11 @@ def handler(args, kw):
 """
     env: dict[str, Any] = {
         "HD": tensor_type(),
+        "free": (float, int),
         "func": func,
         "get": records.get,
         "handler_of": _handler_of,
+        "loose": _loose_keywords(func),
         "miss": _miss,
         "new": new_wrapper,
         "part": lambda value, where: _part(func, value, where),
@@ -109,11 +111,20 @@ def handler(args, kw):
     return env["handler"]
 
 
+def _loose_keywords(func: Any) -> frozenset[str]:
+    """Return the keyword arguments whose numbers no rule looks at: only their type is part of a key."""
+    return frozenset(
+        a.name
+        for a in func._schema.arguments
+        if a.kwarg_only and not record.is_static(func, a.name)
+    )
+
+
 def _key_text(func: Any, i: int) -> str:
     arguments = func._schema.arguments
     kind = str(arguments[i].type) if i < len(arguments) else "Any"
     if kind in ("Tensor", "Optional[Tensor]"):
-        return f"a{i}._spec if type(a{i}) is HD else plain(a{i})"
+        return f"a{i}._spec if type(a{i}) is HD else float if type(a{i}) is float else plain(a{i})"
     if "Tensor" in kind:
         return f"tuple([x._spec if type(x) is HD else plain(x) for x in a{i}])"
     if kind.startswith(("List[float", "List[number", "Optional[List[float")):

@@ -1,0 +1,106 @@
+"""What is watched while a region's module runs op by op: gradients' layouts, and computing that is put off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hdtensor._torch_compat import TorchDispatchMode, new_wrapper, saved_tensor_hooks
+from hdtensor.api.region_nodes import Layout
+from hdtensor.ops.registry import events
+from hdtensor.tensor import HDTensor
+
+
+class Watcher:
+    """Puts an identity node around a module's inputs, parameters and outputs that notes gradients' layouts."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.num_inputs = 0
+        layout.num_watched = 0
+
+    def input(self, x: HDTensor) -> HDTensor:
+        """Watch an input; its gradient inside the module only, not that of other uses."""
+        self.num_inputs += 1
+        return self._watch(x, ("i", self.num_inputs - 1), is_output=False)
+
+    def parameter(self, i: int, x: HDTensor) -> HDTensor:
+        """Watch a parameter."""
+        return self._watch(x, ("p", i), is_output=False)
+
+    def output(self, k: int, x: HDTensor) -> HDTensor:
+        """Watch an output: the module's backward begins there."""
+        return self._watch(x, ("o", k), is_output=True)
+
+    def _watch(self, x: HDTensor, slot: Any, *, is_output: bool) -> HDTensor:
+        if not (x.requires_grad and torch.is_grad_enabled()) or self.layout.state in (
+            "failed",
+            "pruned",
+        ):
+            return x
+        self.layout.num_watched += 1
+        return _Watch.apply(x, self.layout, slot, is_output)
+
+
+class _Watch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: HDTensor, layout: Layout, slot: Any, is_output: bool) -> HDTensor:
+        ctx.layout, ctx.slot, ctx.is_output = layout, slot, is_output
+        return new_wrapper(HDTensor, x._local_tensor.detach(), x._spec, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: HDTensor) -> tuple[HDTensor, None, None, None]:
+        layout = ctx.layout
+        if ctx.is_output:
+            layout.start_events, layout.backward_events = events[0], 0
+        layout.backward_events = max(layout.backward_events, events[0] - layout.start_events)
+        layout.watched[ctx.slot] = grad._spec
+        return grad, None, None, None
+
+
+class Deferral(TorchDispatchMode):
+    """Sees whether a module puts a part of its computing off to backward, as activation checkpointing does.
+
+    That part would find the module's parameters in their places again, not the plain tensors it ran on first. It shows in
+    hooks on saved tensors that were not there when the module was called, or in operators on tensors that require grad
+    while recording is off.
+
+    Attributes:
+        is_seen: Whether it did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_seen = False
+        self._hooks = saved_tensor_hooks()
+        self._records = torch.is_grad_enabled()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if saved_tensor_hooks() is not self._hooks and saved_tensor_hooks() != self._hooks:
+            self.is_seen = True
+        if self._records and not torch.is_grad_enabled() and _needs_grad(args):
+            self.is_seen = True
+        return func(*args, **(kwargs or {}))
+
+
+def _needs_grad(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, HDTensor) and x.requires_grad for x in args)
+
+
+def is_close(plain: Any, result: Any) -> bool:
+    """Return whether a plain run's result is the local part of the op-by-op result."""
+    if not isinstance(result, HDTensor):
+        return plain is None and result is None
+    local = result._local_tensor
+    if (
+        not isinstance(plain, torch.Tensor)
+        or plain.shape != local.shape
+        or plain.dtype != local.dtype
+    ):
+        return False
+    try:
+        torch.testing.assert_close(plain, local, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
