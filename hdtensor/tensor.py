@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +13,14 @@ from torch.distributed.tensor.placement_types import Placement
 from hdtensor._torch_compat import new_wrapper, no_torch_function
 from hdtensor.collectives import groups
 from hdtensor.errors import DeductionError, SpecError
+from hdtensor.ops.border import ToDTensor, ToLocal
 from hdtensor.ops.bound import BoundSpec, bound_from_parts
 from hdtensor.ops.dispatch import dispatch
 from hdtensor.ops.registry import set_tensor_type
-from hdtensor.ops.special.move import gradient_spec, move
+from hdtensor.ops.special.move import move
+from hdtensor.placements.forms import SpecLike, meshes_of, spec_from
 from hdtensor.placements.layout import owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
-from hdtensor.placements.text import as_spec
 
 
 _torch_grad: Any = torch.Tensor.grad
@@ -79,18 +79,30 @@ class HDTensor(torch.Tensor):
         return [(groups.mesh_of(g), g.placements) for g in self._spec.spec.subgroups]
 
     @property
-    def placements(self) -> Any:
-        """Not here: an ``HDTensor`` has placements at two tiers.
+    def placements(self) -> tuple[Placement, ...]:
+        """The placements of a tensor of one subgroup, as a ``DTensor``'s.
 
         Raises:
-            AttributeError: Always; it names what to use.
+            AttributeError: With several subgroups; it names what to use.
         """
-        raise AttributeError(
-            "an HDTensor has no placements of its own: see .spec (top and subgroups), .subgroups (a mesh and "
-            "placements for each), or .to_dtensor() for this rank's subgroup."
-        )
+        return self._only_subgroup("placements").placements
 
-    device_mesh = placements
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of a tensor of one subgroup, as a ``DTensor``'s.
+
+        Raises:
+            AttributeError: With several subgroups; it names what to use.
+        """
+        return groups.mesh_of(self._only_subgroup("device_mesh"))
+
+    def _only_subgroup(self, what: str) -> Subgroup:
+        if self.hsize != 1:
+            raise AttributeError(
+                f"an HDTensor of {self.hsize} subgroups has no {what} of its own: see .spec (top and subgroups), "
+                f".subgroups (a mesh and placements for each), or .to_dtensor() for this rank's subgroup."
+            )
+        return self.spec.subgroups[0]
 
     @property
     def is_local(self) -> bool:
@@ -158,7 +170,7 @@ class HDTensor(torch.Tensor):
         """
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._local_tensor.view_as(self._local_tensor)
-        return _ToLocal.apply(self)
+        return ToLocal.apply(self)
 
     def to_dtensor(self, grad_top: Placement | None = None) -> DTensor | None:
         """Return this rank's subgroup as a ``DTensor`` of its block: the top tier's ``to_local``; differentiable.
@@ -174,10 +186,16 @@ class HDTensor(torch.Tensor):
         if not self.is_local:
             return None
         grad_top = Replicate() if grad_top is None else grad_top
-        return _ToDTensor.apply(self, grad_top)
+        return ToDTensor.apply(self, grad_top)
 
     def redistribute(
-        self, spec: HDSpec | str, *, top_sizes: Sequence[int] | None = None
+        self,
+        spec: SpecLike | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        hdim: int = -1,
+        top_ratio: Sequence[int] | None = None,
+        top_sizes: Sequence[int] | None = None,
     ) -> HDTensor:
         """Bring the tensor to another spec, on whatever ranks; differentiable. Every rank of the world calls it.
 
@@ -185,7 +203,10 @@ class HDTensor(torch.Tensor):
         returned where it has the spec already, as torch's ``to`` does.
 
         Args:
-            spec: The new spec, or its short text.
+            spec: The new spec, its short text, a list of ``(mesh, placements)``, or a ``DeviceMesh`` for one subgroup.
+            placements: The placements on that mesh; without a mesh, the new ones of a tensor of one subgroup.
+            hdim: The paper's code for the top placement, with a list of pairs.
+            top_ratio: Proportions of a top ``Shard``, with a list of pairs.
             top_sizes: Exact extents of a top ``Shard``; default: by the spec's ratio, or unchanged where the top
                 placement stays.
 
@@ -194,15 +215,27 @@ class HDTensor(torch.Tensor):
             RedistributeError: If a pending reduction is not defined on the tensor's dtype.
         """
         bound = self._spec
-        if spec is bound.spec and top_sizes is None:
+        if spec is bound.spec and top_sizes is None and placements is None:
             return self
-        spec = as_spec(spec)
+        spec = self._wanted(spec, placements, hdim, top_ratio)
         dst = BoundSpec.bind(
             spec, self.shape, bound.stride, self.dtype, _sizes(bound, spec, top_sizes)
         )
         if dst.spec is bound.spec and dst.top_sizes == bound.top_sizes:
             return self
         return move(self, dst.spec, dst.top_sizes)
+
+    def _wanted(self, spec: Any, placements: Any, hdim: int, top_ratio: Any) -> HDSpec:
+        if spec is None and placements is None:
+            raise SpecError(
+                "redistribute takes a spec, or the placements of a tensor of one subgroup."
+            )
+        if spec is None and self.hsize == 1:
+            group = self.spec.subgroups[0].with_placements(placements)
+            return self.spec.replace(subgroups=(group,))
+        for mesh in meshes_of(spec):
+            groups.adopt_mesh(mesh)
+        return spec_from(spec, placements, hdim, top_ratio)
 
     def full_tensor(self) -> torch.Tensor:
         """Return the whole tensor on every rank of the world, also those that hold nothing; differentiable.
@@ -336,53 +369,3 @@ def _sizes(bound: BoundSpec, spec: HDSpec, top_sizes: Sequence[int] | None) -> S
     if top_sizes is None and same and spec.top_ratio == bound.spec.top_ratio:
         return bound.top_sizes
     return top_sizes
-
-
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: HDTensor) -> torch.Tensor:
-        ctx.bound = tensor._spec
-        return tensor._local_tensor.view_as(tensor._local_tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> HDTensor:
-        return new_wrapper(HDTensor, grad, gradient_bound(ctx.bound), False)
-
-
-@functools.lru_cache(maxsize=8192)
-def gradient_bound(bound: BoundSpec) -> BoundSpec:
-    """Return the layout of a gradient that comes back into a tensor: ``Partial`` becomes ``Replicate``."""
-    spec = gradient_spec(bound.spec)
-    return BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, bound.top_sizes)
-
-
-class _ToDTensor(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: HDTensor, grad_top: Placement) -> DTensor:
-        bound = tensor._spec
-        index = bound.index
-        assert index is not None, "to_dtensor is called on local ranks only"
-        ctx.bound, ctx.grad_top = bound, grad_top
-        group = bound.spec.subgroups[index]
-        return DTensor.from_local(
-            tensor._local_tensor,
-            groups.mesh_of(group),
-            group.placements,
-            run_check=False,
-            shape=torch.Size(bound.block_shape(index)),
-            stride=bound.block_stride(index),
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[HDTensor, None]:
-        bound = gradient_bound(ctx.bound)
-        index = bound.index
-        assert index is not None, "a gradient comes back where the DTensor went out"
-        wanted = bound.spec.subgroups[index].placements
-        if grad.placements != wanted:
-            grad = grad.redistribute(placements=wanted)
-        spec = bound.spec
-        if not bound.top_sizes:
-            spec = spec.replace(top=ctx.grad_top)
-        out = BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, bound.top_sizes)
-        return new_wrapper(HDTensor, grad.to_local(), out, False), None

@@ -14,7 +14,8 @@ from hdtensor.api.local import shard_of
 from hdtensor.collectives import p2p
 from hdtensor.errors import GroupError, SpecError
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.tensor import HDTensor, gradient_bound
+from hdtensor.ops.special.move import gradient_bound
+from hdtensor.tensor import HDTensor
 
 
 def full_tensor(tensor: HDTensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._rank import as_rank, current_rank
@@ -18,17 +18,13 @@ from hdtensor.collectives import groups, p2p
 from hdtensor.collectives.split import check_terms
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.placements.spec import HDSpec
-from hdtensor.placements.text import as_spec
+from hdtensor.placements.forms import SpecLike, meshes_of, spec_from
 from hdtensor.tensor import HDTensor
-
-
-Pairs = Sequence[tuple[DeviceMesh | Sequence[int], Sequence[Placement]]]
 
 
 def distribute_tensor(
     tensor: torch.Tensor,
-    spec: HDSpec | str | DeviceMesh | Pairs,
+    spec: SpecLike,
     placements: Sequence[Placement] | None = None,
     *,
     hdim: int = -1,
@@ -99,31 +95,11 @@ def _bind(
         raise SpecError(
             "distribute_tensor takes a leaf tensor; use HDTensor.from_local inside a graph."
         )
-    pairs = spec if isinstance(spec, list | tuple) else [(spec,)]
-    spec = _spec_of(spec, placements, hdim, top_ratio)
-    for mesh, *_ in pairs:
-        if isinstance(mesh, DeviceMesh):
-            groups.adopt_mesh(mesh)
-    check_terms(spec, tensor.dtype)
-    return BoundSpec.bind(spec, tensor.shape, None, tensor.dtype, top_sizes)
-
-
-def _spec_of(spec: Any, placements: Any, hdim: int, top_ratio: Any) -> HDSpec:
-    if isinstance(spec, DeviceMesh):
-        if placements is None:
-            placements = [Replicate()] * spec.ndim
-        return HDSpec.from_meshes([(spec, placements)])
-    if placements is not None:
-        raise SpecError(
-            "placements go with a DeviceMesh; an HDSpec or a list of pairs has its own."
-        )
-    if isinstance(spec, list | tuple):
-        return HDSpec.from_meshes(spec, hdim, top_ratio=top_ratio)
-    if hdim != -1 or top_ratio is not None:
-        raise SpecError(
-            "hdim and top_ratio go with a list of (mesh, placements); an HDSpec has its own."
-        )
-    return as_spec(spec)
+    wanted = spec_from(spec, placements, hdim, top_ratio)
+    for mesh in meshes_of(spec):
+        groups.adopt_mesh(mesh)
+    check_terms(wanted, tensor.dtype)
+    return BoundSpec.bind(wanted, tensor.shape, None, tensor.dtype, top_sizes)
 
 
 def _scatter(tensor: torch.Tensor, bound: BoundSpec, source: int) -> torch.Tensor:

@@ -16,12 +16,13 @@ from hdtensor.collectives import groups
 from hdtensor.collectives.split import is_norm
 from hdtensor.errors import DisagreementError, RedistributeError, SpecError
 from hdtensor.ops.bound import BoundSpec, normalized
+from hdtensor.ops.special.move import gradient_bound
 from hdtensor.placements import checks
 from hdtensor.placements.layout import local_shape, owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
 from hdtensor.placements.text import as_spec
 from hdtensor.redistribute.resolve import resolve
-from hdtensor.tensor import HDTensor, gradient_bound
+from hdtensor.tensor import HDTensor
 
 
 def prepare_groups(*specs: HDSpec) -> None:

@@ -15,9 +15,9 @@ from hdtensor.api.points import Points
 from hdtensor.api.shapes import LayoutRule
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.generate import empty_like_local
-from hdtensor.ops.special.move import move
+from hdtensor.ops.special.move import gradient_bound, move
 from hdtensor.ops.special.random import draw_key
-from hdtensor.tensor import HDTensor, gradient_bound
+from hdtensor.tensor import HDTensor
 
 
 #: Makes a module's result of its tensors and Nones.

@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from hdtensor import HDSpec, HDTensor, RedistributeError, Subgroup, distribute_tensor
+from hdtensor import (
+    HDSpec,
+    HDTensor,
+    RedistributeError,
+    SpecError,
+    Subgroup,
+    distribute_tensor,
+)
 from tests.placements.strategies import expected_local, expected_top_sizes
 from tests.redistribute.strategies import full_tensor, layouts, rank_sets, sample, shapes
 from tests.support.world import run_world
@@ -182,3 +189,36 @@ def test_default_cut_is_torch_chunk():
     x = distribute_tensor(torch.arange(5.0), spec)
     assert x.top_sizes == expected_top_sizes(spec, (5,)) == (2, 2, 1)
     assert isinstance(x, HDTensor)
+
+
+def _check_dtensor_forms(rank):
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+    full = torch.arange(35.0).reshape(5, 7)
+    x = distribute_tensor(full, mesh, [Shard(0), Shard(1)])
+    assert x.device_mesh is mesh
+    assert x.placements == (Shard(0), Shard(1))
+    for y in (
+        x.redistribute(mesh, [Shard(1), Replicate()]),
+        x.redistribute(placements=[Shard(-1), Replicate()]),
+        x.redistribute([(mesh, [Shard(1), Replicate()])]),
+    ):
+        assert y.placements == (Shard(1), Replicate())
+        assert torch.equal(y.to_local(), full.chunk(2, 1)[rank // 2])
+    two = x.redistribute([((0, 1), [Shard(1)]), ((3,), [Replicate()])], hdim=0, top_ratio=(3, 2))
+    assert str(two.spec) == "S0[3:2] / 0,1:S1 3:R"
+    assert torch.equal(two.full_tensor(), full)
+    for name in ("placements", "device_mesh"):
+        with pytest.raises(AttributeError, match=f"2 subgroups has no {name} of its own"):
+            getattr(two, name)
+    for spec, placements, message in (
+        (None, None, "redistribute takes a spec, or the placements"),
+        (None, [Shard(0)], "placements go with a DeviceMesh"),
+        ("R / 0:R", [Shard(0)], "placements go with a DeviceMesh"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            two.redistribute(spec, placements)
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_a_tensor_of_one_subgroup_speaks_as_a_dtensor_does():
+    run_world(_check_dtensor_forms, WORLD_SIZE)

@@ -68,6 +68,13 @@ def gradient_spec(spec: HDSpec) -> HDSpec:
     return spec.replace(top=Replicate()) if isinstance(spec.top, Partial) else spec
 
 
+@functools.lru_cache(maxsize=8192)
+def gradient_bound(bound: BoundSpec) -> BoundSpec:
+    """Return the layout of a gradient that comes back into a tensor: ``Partial`` becomes ``Replicate``."""
+    spec = gradient_spec(bound.spec)
+    return BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, bound.top_sizes)
+
+
 class _Move(torch.autograd.Function):
     """The operator's autograd without the custom-op layers of ``torch.library``, 40 us a call."""
 
