@@ -1,0 +1,190 @@
+"""``save_checkpoint``, ``load_checkpoint``: a training's state, under whatever plan it was and will be.
+
+Both call ``torch.distributed.checkpoint``, and its files are torch's: ``dcp.load`` reads them, and these read what
+``dcp.save`` wrote under the names ``model`` and ``optimizer``. What they add: every problem is found before a tensor
+changes, listed at once, and raised alike on every rank.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from hdtensor._rank import current_rank
+from hdtensor.api.agreement import attempt, communicates
+from hdtensor.checkpoint.agreement import agree, describe, listing
+from hdtensor.checkpoint.checks import CheckedPlanner, CheckedReader, folder_of
+from hdtensor.errors import CheckpointError, SpecError
+from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.tensor import HDTensor
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a model's and an optimizer's state into a folder; every rank of the world calls it.
+
+    Args:
+        path: The folder; all ranks must see the same file system.
+        model: Its parameters and persistent buffers are written.
+        optimizer: Its states and options are written, under the parameters' names.
+        extra: Plain values and tensors, such as the number of steps; rank 0's are written.
+
+    Raises:
+        CheckpointError: On every rank, if one cannot write, or a tensor has a reduction pending.
+    """
+    state, problem = attempt(lambda: _state_to_save(path, model, optimizer, extra))
+    agree("save_checkpoint", problem)
+    assert state is not None, "without a problem there is a state"
+    with _converted("save_checkpoint"):
+        dcp.save(state, checkpoint_id=path, no_dist=not communicates())
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Read a model's and an optimizer's state, in place, whatever plan wrote them; every rank of the world calls it.
+
+    Args:
+        path: The folder.
+        model: Parallelized by any plan, or plain.
+        optimizer: Need not have made a step.
+        strict: Raise where the checkpoint lacks a tensor or has others. Otherwise those stay as they are.
+
+    Returns:
+        What was saved as ``extra``; ``{}`` without.
+
+    Raises:
+        CheckpointError: Alike on every rank: a file is missing, cut off or damaged, or names, shapes or dtypes differ;
+            all of them are listed. Nothing was changed then, unless a file is damaged inside, as the message says.
+    """
+    reader = CheckedReader(folder_of(path))
+    metadata, problem = attempt(reader.metadata_or_error)
+    state: dict[str, Any] | None = None
+    if problem is None:
+        state, problem = attempt(lambda: _state(model, optimizer))
+    agree("load_checkpoint", problem)
+    assert state is not None and metadata is not None, "without a problem there are both"
+    if "extra" in metadata.state_dict_metadata:
+        state["extra"] = b""
+    planner = CheckedPlanner(strict, tuple(f"{name}." for name in state))
+    with _converted("load_checkpoint"):
+        dcp.load(state, storage_reader=reader, planner=planner, no_dist=not communicates())
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    packed = state.get("extra")
+    return {} if packed is None else torch.load(io.BytesIO(packed), weights_only=True)
+
+
+def full_state_dict(
+    state_dict: Mapping[str, Any],
+    *,
+    rank: int | None = None,
+    device: torch.device | str | None = None,
+) -> dict[str, Any]:
+    """Return a state dict with a whole plain tensor in place of each ``HDTensor``; every rank of the world calls it.
+
+    Args:
+        state_dict: Dicts and lists of tensors, as ``get_model_state_dict`` and ``get_optimizer_state_dict`` give. The
+            same on every rank.
+        rank: The one rank that gets it, tensor by tensor; the others get ``{}``. None: every rank.
+        device: Where the tensors are put, one after the other; default: where they are.
+
+    Raises:
+        SpecError: If ``rank`` is none of the world's.
+    """
+    size = dist.get_world_size() if communicates() else 1
+    if rank is not None and not 0 <= rank < size:
+        raise SpecError(f"rank {rank} is no rank of the world of {size}.")
+    whole = {name: _whole(value, rank, device) for name, value in state_dict.items()}
+    return whole if rank is None or rank == current_rank() else {}
+
+
+def gathered(tensor: HDTensor, rank: int) -> torch.Tensor | None:
+    """Return the whole tensor on one rank, None on the others; every rank of the world calls it."""
+    target = HDSpec([Subgroup((rank,))])
+    with torch.no_grad():
+        moved = tensor.detach().redistribute(target)
+    return moved._local_tensor if moved.is_local else None
+
+
+def _whole(value: Any, rank: int | None, device: torch.device | str | None) -> Any:
+    if isinstance(value, HDTensor):
+        whole = value.detach().full_tensor() if rank is None else gathered(value, rank)
+        return whole if whole is None or device is None else whole.to(device)
+    if isinstance(value, Mapping):
+        return {key: _whole(inner, rank, device) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_whole(inner, rank, device) for inner in value)
+    if isinstance(value, torch.Tensor) and device is not None:
+        return value.to(device)
+    return value
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state
+
+
+def _state_to_save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    state = _state(model, optimizer)
+    folder = folder_of(path)
+    if current_rank() == 0:
+        if extra is not None:
+            state["extra"] = _pack(extra)
+        # A checkpoint that was here ends now: half of it beside half of the new one would look whole.
+        (folder / ".metadata").unlink(missing_ok=True)
+    return state
+
+
+def _pack(extra: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(dict(extra), buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"extra takes plain values and tensors, which load without running code ({error}). Turn what else there is "
+            f"into a dict, as its state_dict() does."
+        ) from error
+    return buffer.getvalue()
+
+
+@contextmanager
+def _converted(function: str) -> Iterator[None]:
+    """Raise torch's error, which is the same on every rank, as ours."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = {rank: describe(met[0]) for rank, met in error.failures.items()}
+        raise CheckpointError(f"{function}: {listing(failures)}") from error
