@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,9 +27,7 @@ from hdtensor._rank import current_rank
 from hdtensor.api.agreement import attempt, communicates
 from hdtensor.checkpoint.agreement import agree, describe, listing
 from hdtensor.checkpoint.checks import CheckedPlanner, CheckedReader, folder_of
-from hdtensor.errors import CheckpointError, SpecError
-from hdtensor.placements.spec import HDSpec, Subgroup
-from hdtensor.tensor import HDTensor
+from hdtensor.errors import CheckpointError
 
 
 def save_checkpoint(
@@ -86,7 +83,8 @@ def load_checkpoint(
     if problem is None:
         state, problem = attempt(lambda: _state(model, optimizer))
     agree("load_checkpoint", problem)
-    assert state is not None and metadata is not None, "without a problem there are both"
+    assert state is not None, "without a problem there is a state"
+    assert metadata is not None, "without a problem there is a table of contents"
     if "extra" in metadata.state_dict_metadata:
         state["extra"] = b""
     planner = CheckedPlanner(strict, tuple(f"{name}." for name in state))
@@ -96,51 +94,6 @@ def load_checkpoint(
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     packed = state.get("extra")
     return {} if packed is None else torch.load(io.BytesIO(packed), weights_only=True)
-
-
-def full_state_dict(
-    state_dict: Mapping[str, Any],
-    *,
-    rank: int | None = None,
-    device: torch.device | str | None = None,
-) -> dict[str, Any]:
-    """Return a state dict with a whole plain tensor in place of each ``HDTensor``; every rank of the world calls it.
-
-    Args:
-        state_dict: Dicts and lists of tensors, as ``get_model_state_dict`` and ``get_optimizer_state_dict`` give. The
-            same on every rank.
-        rank: The one rank that gets it, tensor by tensor; the others get ``{}``. None: every rank.
-        device: Where the tensors are put, one after the other; default: where they are.
-
-    Raises:
-        SpecError: If ``rank`` is none of the world's.
-    """
-    size = dist.get_world_size() if communicates() else 1
-    if rank is not None and not 0 <= rank < size:
-        raise SpecError(f"rank {rank} is no rank of the world of {size}.")
-    whole = {name: _whole(value, rank, device) for name, value in state_dict.items()}
-    return whole if rank is None or rank == current_rank() else {}
-
-
-def gathered(tensor: HDTensor, rank: int) -> torch.Tensor | None:
-    """Return the whole tensor on one rank, None on the others; every rank of the world calls it."""
-    target = HDSpec([Subgroup((rank,))])
-    with torch.no_grad():
-        moved = tensor.detach().redistribute(target)
-    return moved._local_tensor if moved.is_local else None
-
-
-def _whole(value: Any, rank: int | None, device: torch.device | str | None) -> Any:
-    if isinstance(value, HDTensor):
-        whole = value.detach().full_tensor() if rank is None else gathered(value, rank)
-        return whole if whole is None or device is None else whole.to(device)
-    if isinstance(value, Mapping):
-        return {key: _whole(inner, rank, device) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_whole(inner, rank, device) for inner in value)
-    if isinstance(value, torch.Tensor) and device is not None:
-        return value.to(device)
-    return value
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
