@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from hdtensor._rank import current_rank
 from hdtensor.api.agreement import communicates
+from hdtensor.checkpoint.pieces import local_pieces, pieces
+from hdtensor.collectives import p2p
 from hdtensor.errors import SpecError
 from hdtensor.placements.spec import HDSpec, Subgroup
 from hdtensor.tensor import HDTensor
@@ -40,10 +42,35 @@ def full_state_dict(
 
 
 def gathered(tensor: HDTensor, rank: int) -> torch.Tensor | None:
-    """Return the whole tensor on one rank, None on the others; every rank of the world calls it."""
-    with torch.no_grad():
-        moved = tensor.detach().redistribute(HDSpec([Subgroup((rank,))]))
-    return moved._local_tensor if moved.is_local else None
+    """Return the whole tensor on one rank, None on the others; every rank of the world calls it.
+
+    Piece by piece, so that beside the whole tensor one piece at most is in memory.
+    """
+    if tensor.spec.has_partial():
+        with torch.no_grad():
+            tensor = tensor.detach().redistribute(HDSpec([Subgroup((rank,))]))
+    bound, me = tensor._spec, current_rank()
+    shape = tuple(bound.shape)
+    local = tensor._local_tensor.detach().resolve_conj().resolve_neg()
+    whole = local.new_empty(shape) if me == rank else None
+    held = local_pieces(bound)
+    for number, piece in enumerate(
+        pieces(bound.spec, shape, bound.top_sizes, bound.dtype.itemsize)
+    ):
+        source = rank if rank in piece.holders else piece.writer("", number)
+        place = piece.box.slices_from((0,) * len(shape))
+        if whole is None:
+            if source == me:
+                p2p.exchange({rank: local[held[piece.box.start][2]].contiguous()}, {})
+        elif source == me:
+            whole[place].copy_(local[held[piece.box.start][2]])
+        elif whole[place].is_contiguous():
+            p2p.exchange({}, {source: whole[place]})
+        else:
+            arriving = local.new_empty(piece.box.shape)
+            p2p.exchange({}, {source: arriving})
+            whole[place].copy_(arriving)
+    return whole
 
 
 def _whole(value: Any, rank: int | None, device: torch.device | str | None) -> Any:

@@ -92,7 +92,12 @@ def save_hf(
     for number, members in enumerate(files):
         target = path / f"{_file_name(number, len(files))}.part"
         problem = _write_file(target, [tensors[i] for i in members], number % size) or problem
-    agree("save_hf", problem)
+    try:
+        agree("save_hf", problem)
+    except CheckpointError:
+        for number in range(current_rank(), len(files), size):
+            (path / f"{_file_name(number, len(files))}.part").unlink(missing_ok=True)
+        raise
     _, problem = attempt(lambda: _remove_old(path, len(files)) if current_rank() == 0 else None)
     agree("save_hf", problem)
     _, problem = attempt(lambda: _finish(model, path, tensors, files, size))
@@ -193,8 +198,9 @@ def _write_file(target: Path, tensors: list[_Tensor], writer: int) -> Exception 
             assert whole is not None, f"{tensor.key} was gathered here"
             _, problem = attempt(lambda t=tensor, w=whole: _write_parts(file, t, w))
         del whole
-    if file is not None and problem is None:
-        _, problem = attempt(file.close)
+    if file is not None:
+        _, closing = attempt(file.close)
+        problem = problem or closing
     return problem
 
 

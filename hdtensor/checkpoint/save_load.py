@@ -77,16 +77,10 @@ def load_checkpoint(
         CheckpointError: Alike on every rank: a file is missing, cut off or damaged, or names, shapes or dtypes differ;
             all of them are listed. Nothing was changed then, unless a file is damaged inside, as the message says.
     """
-    reader = CheckedReader(folder_of(path))
-    metadata, problem = attempt(reader.metadata_or_error)
-    state: dict[str, Any] | None = None
-    if problem is None:
-        state, problem = attempt(lambda: _state(model, optimizer))
+    ready, problem = attempt(lambda: _to_read(path, model, optimizer))
     agree("load_checkpoint", problem)
-    assert state is not None, "without a problem there is a state"
-    assert metadata is not None, "without a problem there is a table of contents"
-    if "extra" in metadata.state_dict_metadata:
-        state["extra"] = b""
+    assert ready is not None, "without a problem there is a state"
+    reader, state = ready
     planner = CheckedPlanner(strict, tuple(f"{name}." for name in state))
     with _converted("load_checkpoint"):
         dcp.load(state, storage_reader=reader, planner=planner, no_dist=not communicates())
@@ -119,11 +113,22 @@ def _state_to_save(
     return state
 
 
+def _to_read(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[CheckedReader, dict[str, Any]]:
+    reader = CheckedReader(folder_of(path))
+    metadata = reader.metadata_or_error()
+    state = _state(model, optimizer)
+    if "extra" in metadata.state_dict_metadata:
+        state["extra"] = b""
+    return reader, state
+
+
 def _pack(extra: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    torch.save(dict(extra), buffer)
-    buffer.seek(0)
     try:
+        torch.save(dict(extra), buffer)
+        buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:
         raise CheckpointError(

@@ -96,10 +96,9 @@ class TensorWriter:
 
     def close(self) -> None:
         """Have the operating system put everything on the disk."""
-        assert not self._left, f"{self._left} were not written"
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 class TensorFile:

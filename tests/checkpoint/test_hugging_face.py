@@ -12,6 +12,7 @@ import hdtensor as hd
 from hdtensor.checkpoint.names import file_parts
 from tests.checkpoint.training import PLANS, train, weights
 from tests.models.hf import SIZES, batch
+from tests.redistribute.test_cost import PeakStorage
 from tests.support.world import run_world
 
 
@@ -239,3 +240,32 @@ def test_cut_experts_and_tied_weights(tmp_path, family):
     for read in run_world(_experts, 4, str(tmp_path), family)[1]:
         same(read, dict(reference.named_parameters()))
     same(type(reference).from_pretrained(tmp_path / "ours").state_dict(), reference.state_dict())
+
+
+class Peak(PeakStorage):
+    """Without tensors on the meta device, which take no memory."""
+
+    def _note(self, storage):
+        if storage.device.type != "meta":
+            super()._note(storage)
+
+
+def _peaks(rank, folder):
+    model = hd.parallelize(llama(hidden_size=256, intermediate_size=704), PLANS["unlike"])
+    local = [p.to_local() for p in model.parameters()]
+    peaks = []
+    for work in (lambda: hd.save_hf(model, folder), lambda: hd.load_hf(model, folder)):
+        with Peak(*local) as storage:
+            work()
+        peaks.append(storage.peak)
+    sizes = [p.numel() * p.dtype.itemsize for p in model.parameters()]
+    return peaks, max(sizes), sum(sizes)
+
+
+@pytest.mark.dist(4)
+def test_no_rank_holds_more_than_one_tensor_beside_its_shards(tmp_path):
+    ranks = run_world(_peaks, 4, str(tmp_path))
+    for rank, ((saving, loading), largest, total) in enumerate(ranks):
+        assert total > 8 * largest
+        assert saving <= largest * (1.5 if rank == 0 else 0.5), "on rank 0 half of it arrives"
+        assert loading <= largest, "the file's memory is counted, as far as it is looked at"

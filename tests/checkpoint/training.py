@@ -6,13 +6,15 @@ import hdtensor as hd
 from tests.models.hf import batch, build, strategy
 
 
-PLANS = {
-    "unlike": strategy(([0, 1], 5), ([2], 3)),
-    "three": strategy(([3], 1), ([0, 2], 2), ([1], 1)),
-    "four": strategy(([0, 1, 2, 3], 1)),
-    "dp": strategy(([0], 1), ([1], 1), ([2], 1), ([3], 1)),
-    "pair": strategy(([2], 1), ([1], 1)),
+PIPELINES = {
+    "unlike": [([0, 1], 5), ([2], 3)],
+    "three": [([3], 1), ([0, 2], 2), ([1], 1)],
+    "four": [([0, 1, 2, 3], 1)],
+    "dp": [([0], 1), ([1], 1), ([2], 1), ([3], 1)],
+    "dp2": [([0], 1), ([3], 1)],
+    "pair": [([2], 1), ([1], 1)],
 }
+PLANS = {name: strategy(*pipelines) for name, pipelines in PIPELINES.items()}
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -23,7 +25,11 @@ OPTIMIZERS = {
 
 def start(plan, optimizer="adamw", seed=0, **changes):
     """Return a parallelized model and its optimizer."""
-    model = hd.parallelize(build("llama", seed, **changes), PLANS[plan])
+    expanded = PLANS[plan].to_dict()
+    for pipeline in expanded["pipelines"]:
+        pipeline["stages"][0]["layers"] = [0, changes.get("num_hidden_layers", 2) - 1]
+    plan = hd.AnnotationPlan.from_dict(expanded)
+    model = hd.parallelize(build("llama", seed, **changes), plan)
     return model, OPTIMIZERS[optimizer](model.parameters())
 
 
