@@ -14,8 +14,12 @@ from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import from_dtensor, from_local
 from hdtensor.api.local_map import local_map
 from hdtensor.api.parallelize import distribute_batch, no_sync, parallelize, sync_gradients
+from hdtensor.checkpoint.gather import full_state_dict
+from hdtensor.checkpoint.hugging_face import load_hf, save_hf
+from hdtensor.checkpoint.save_load import load_checkpoint, save_checkpoint
 from hdtensor.elastic import SwitchOptions, plan_switch, switch, switch_tensors
 from hdtensor.errors import (
+    CheckpointError,
     DeductionError,
     DisagreementError,
     GroupError,
@@ -37,6 +41,7 @@ from hdtensor.tensor import HDTensor
 __all__ = [
     "AnnotationPlan",
     "Box",
+    "CheckpointError",
     "DeductionError",
     "DisagreementError",
     "GroupError",
@@ -66,15 +71,20 @@ __all__ = [
     "explain",
     "from_dtensor",
     "from_local",
+    "full_state_dict",
     "full_tensor",
     "implicit_replication",
     "item",
+    "load_checkpoint",
+    "load_hf",
     "local_map",
     "no_sync",
     "ops",
     "parallelize",
     "plan_switch",
     "resolve",
+    "save_checkpoint",
+    "save_hf",
     "simulate",
     "switch",
     "switch_tensors",

@@ -42,6 +42,7 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "TorchDispatchMode",
+    "ViewsOnly",
     "abstract_mesh",
     "at_backward_end",
     "backward_id",
@@ -57,6 +58,7 @@ __all__ = [
     "pytree",
     "raw_apply",
     "saved_tensor_hooks",
+    "storage_of",
 ]
 
 #: ``new_wrapper(cls, local, spec, requires_grad)``: DTensor's constructor of a wrapper subclass in C++;
@@ -122,6 +124,20 @@ def change_outer_shape(func: Any, tensor: torch.Tensor, args: Any, kwargs: dict[
             func(tensor, *args, **kwargs)
         finally:
             torch._C._set_meta_in_tls_dispatch_include(before)
+
+
+class ViewsOnly(TorchDispatchMode):
+    """Where a tensor's copy is made, as ``contiguous`` does, give the tensor itself; storage and strides tell its origin."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return args[0].detach()
+        return func(*args, **(kwargs or {}))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what tells whether tensors share memory, on the meta device too. (2.11-2.15)"""
+    return tensor.untyped_storage()._cdata
 
 
 def dtensor_propagator() -> ShardingPropagator:

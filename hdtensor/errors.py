@@ -41,6 +41,10 @@ class TopologyError(HDTensorError, ValueError):
     """A description of nodes and links is malformed, or does not cover the ranks that use it."""
 
 
+class CheckpointError(HDTensorError, RuntimeError):
+    """A checkpoint cannot be written or read: a damaged file, or tensors that do not fit it."""
+
+
 class SwitchError(HDTensorError, RuntimeError):
     """A switch of plans did not come to its end; the message says what holds now.
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import new_wrapper, no_torch_function
+from hdtensor.checkpoint import protocol
 from hdtensor.collectives import groups
 from hdtensor.errors import DeductionError, SpecError
 from hdtensor.ops.border import ToDTensor, ToLocal
@@ -338,6 +339,17 @@ class HDTensor(torch.Tensor):
             self.requires_grad,
             isinstance(self, torch.nn.Parameter),
         )
+
+    # torch.distributed.checkpoint; see checkpoint.protocol.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return protocol.write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return protocol.chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return protocol.tensor_shard(self, index)
 
 
 set_tensor_type(HDTensor)

@@ -198,9 +198,9 @@ def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _deduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = next(v for _, v in operands(args, kwargs) if is_hdtensor(v))
-    return record.make_record(
-        make_call(func, args, kwargs), tensor_type(), first._local_tensor.device
-    )
+    # Where the result goes elsewhere (zeros_like(t, device="cpu")) an empty one does, too.
+    device = torch.device(kwargs.get("device") or first._local_tensor.device)
+    return record.make_record(make_call(func, args, kwargs), tensor_type(), device)
 
 
 def _counted(run: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Checkpoints: torch's distributed ones, and Hugging Face's safetensors."""
