@@ -20,6 +20,7 @@ from hdtensor.checkpoint.save_load import load_checkpoint, save_checkpoint
 from hdtensor.elastic import SwitchOptions, plan_switch, switch, switch_tensors
 from hdtensor.errors import (
     CheckpointError,
+    ConfigError,
     DeductionError,
     DisagreementError,
     GroupError,
@@ -42,6 +43,7 @@ __all__ = [
     "AnnotationPlan",
     "Box",
     "CheckpointError",
+    "ConfigError",
     "DeductionError",
     "DisagreementError",
     "GroupError",

@@ -3,6 +3,7 @@
 from hdtensor.ops.special import (
     attention,
     batch_norm,
+    copies,
     diagonals,
     draws,
     embedding,
@@ -28,6 +29,7 @@ from hdtensor.ops.special import (
 __all__ = [
     "attention",
     "batch_norm",
+    "copies",
     "diagonals",
     "draws",
     "embedding",
