@@ -14,13 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from hdtensor._rank import current_rank
-from hdtensor._torch_compat import StridedShard
 from hdtensor.api.agreement import attempt, communicates
 from hdtensor.collectives import groups, observe
-from hdtensor.errors import DeductionError, DisagreementError, GroupError, SpecError
+from hdtensor.errors import (
+    DeductionError,
+    DisagreementError,
+    GroupError,
+    HDTensorError,
+    SpecError,
+)
+from hdtensor.placements.checks import is_cut
 from hdtensor.placements.spec import HDSpec
 from hdtensor.tensor import HDTensor
 
@@ -55,9 +61,11 @@ def clip_grad_norm_(
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not any(isinstance(p, HDTensor) for p in given):
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
-    grads = [g for g in (p.grad for p in given) if g is not None]
-    total = _total_norm("clip_grad_norm_", grads, norm_type, error_if_nonfinite, foreach)
-    _scale(grads, max_norm, total, foreach)
+    with torch.no_grad():
+        grads = [g for g in (p.grad for p in given) if g is not None]
+        lots = _lots("clip_grad_norm_", grads)
+        total = _total_norm("clip_grad_norm_", lots, norm_type, error_if_nonfinite, foreach)
+        _scale(lots, max_norm, total, foreach)
     return total
 
 
@@ -80,7 +88,9 @@ def get_total_norm(
     given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if not any(isinstance(t, HDTensor) for t in given):
         return nn.utils.get_total_norm(given, norm_type, error_if_nonfinite, foreach)
-    return _total_norm("get_total_norm", given, norm_type, error_if_nonfinite, foreach)
+    with torch.no_grad():
+        lots = _lots("get_total_norm", given)
+        return _total_norm("get_total_norm", lots, norm_type, error_if_nonfinite, foreach)
 
 
 def clip_grads_with_norm_(
@@ -98,30 +108,122 @@ def clip_grads_with_norm_(
         foreach: False takes tensors one by one.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads = [g for g in (p.grad for p in given) if g is not None]
-    _scale(grads, max_norm, total_norm, foreach)
+    with torch.no_grad():
+        grads = [g for g in (p.grad for p in given) if g is not None]
+        _scale(_lots("clip_grads_with_norm_", grads), max_norm, total_norm, foreach)
+
+
+# -- what a rank takes part with -----------------------------------------------------------------------------------
+
+
+class _Lot:
+    """This rank's tensors of one device and dtype, as fused kernels take them.
+
+    Attributes:
+        tensors: As they were given, to tell autograd that they changed.
+        locals: What this rank holds of each.
+        counted: Those whose elements no rank before this one holds.
+        problem: What keeps this rank from taking their norm.
+    """
+
+    __slots__ = ("counted", "locals", "problem", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.locals: list[torch.Tensor] = []
+        self.counted: list[torch.Tensor] = []
+        self.problem: Exception | None = None
+
+
+_Lots = dict[tuple[torch.device, torch.dtype], _Lot]
+
+
+def _lots(function: str, tensors: Sequence[torch.Tensor]) -> _Lots:
+    """Sort tensors by device and dtype, in one pass: this is all Python's time there is."""
+    found: _Lots = {}
+    is_counted: dict[Any, bool] = {}
+    hd = HDTensor
+    for tensor in tensors:
+        if type(tensor) is hd:
+            local, spec = tensor._local_tensor, tensor._spec.spec
+        else:
+            local, spec = tensor, type(tensor)
+        key = (local.device, local.dtype)
+        lot = found.get(key)
+        if lot is None:
+            lot = found[key] = _Lot()
+        counts = is_counted.get(spec)
+        if counts is None:
+            try:
+                counts = _counts(function, spec, current_rank(), not communicates())
+            except HDTensorError as error:  # told to all ranks, then raised
+                lot.problem, counts = error, False
+            is_counted[spec] = counts
+        lot.tensors.append(tensor)
+        lot.locals.append(local)
+        if counts:
+            lot.counted.append(local)
+    return found
+
+
+def _counts(function: str, spec: Any, rank: int, is_alone: bool) -> bool:
+    """Return whether a rank is the first of those that hold the same elements.
+
+    Args:
+        function: Who asks.
+        spec: A spec, or the type of another tensor.
+        rank: The rank.
+        is_alone: Whether other ranks cannot be asked.
+
+    Raises:
+        DeductionError: If a reduction is pending.
+        SpecError: For a ``DTensor``.
+        GroupError: If other ranks hold a part and cannot be asked.
+    """
+    if not isinstance(spec, HDSpec):
+        if issubclass(spec, DTensor):
+            raise SpecError(
+                f"{function} got a DTensor beside HDTensors; pass hdtensor.from_dtensor(t) instead."
+            )
+        return rank == 0 or is_alone
+    if spec.has_partial():
+        raise DeductionError(
+            f"{function}: a tensor's reduction is pending ({spec}), so its norm is not known. After no_sync call "
+            f"hdtensor.sync_gradients(model) first, or redistribute it to Replicate() or Shard(d)."
+        )
+    if is_alone and spec.ranks != (rank,):
+        raise GroupError(
+            f"{function} communicates, which needs all processes and works outside of as_rank only: rank {rank} "
+            f"does not hold all of {spec}."
+        )
+    index = spec.index_of(rank)
+    if index is None or (index and not is_cut(spec.top)):
+        return False
+    group = spec.subgroups[index]
+    return not any(
+        position
+        for placement, position in zip(group.placements, group.coordinate(rank), strict=True)
+        if not is_cut(placement)
+    )
 
 
 # -- the norm ------------------------------------------------------------------------------------------------------
 
 
 def _total_norm(
-    function: str,
-    tensors: Sequence[torch.Tensor],
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
+    function: str, lots: _Lots, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> torch.Tensor:
     order = float(norm_type)
-    with torch.no_grad():
-        mine, problem = attempt(lambda: _own_norm(function, tensors, order, foreach))
-        norms = _gather(function, mine, order, problem)
-        dtype = functools.reduce(
-            torch.promote_types, {_norm_dtype(t.dtype) for t in tensors} or {torch.float32}
-        )
-        wide = torch.tensor(norms, dtype=torch.float64)
-        total = wide.sum() if order == 0 or not norms else torch.linalg.vector_norm(wide, order)
-        total = total.to(tensors[0].device if tensors else "cpu", dtype)
+    problem = next((lot.problem for lot in lots.values() if lot.problem), None)
+    mine = None
+    if problem is None:
+        mine, problem = attempt(lambda: _own_norm(lots, order, foreach))
+    norms = _gather(function, mine, order, problem)
+    dtype = functools.reduce(
+        torch.promote_types, [dtype.to_real() for _, dtype in lots] or [torch.float32]
+    )
+    total = _combined(torch.tensor(norms, dtype=torch.float64), order if norms else 0)
+    total = total.to(next(iter(lots), ("cpu",))[0], dtype)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the total norm of order {order} is {total.item()}, so nothing is clipped. Pass "
@@ -130,77 +232,27 @@ def _total_norm(
     return total
 
 
-def _own_norm(
-    function: str, tensors: Sequence[torch.Tensor], order: float, foreach: bool | None
-) -> float | None:
+def _own_norm(lots: _Lots, order: float, foreach: bool | None) -> float | None:
     """Return the norm of what this rank counts; None without elements, of which not every order has a norm."""
-    rank, is_alone = current_rank(), not communicates()
-    counted = []
-    for tensor in tensors:
-        if type(tensor) is HDTensor:
-            spec = tensor._spec.spec
-            if is_alone and spec.ranks != (rank,):
-                raise GroupError(
-                    f"{function} communicates, which needs all processes and works outside of as_rank only: "
-                    f"rank {rank} does not hold all of {spec}."
-                )
-            if _counts(function, spec, rank) and tensor._local_tensor.numel():
-                counted.append(tensor._local_tensor)
-        elif isinstance(tensor, DTensor):
-            raise SpecError(
-                f"{function} got a DTensor of shape {tuple(tensor.shape)} beside HDTensors; pass "
-                f"hdtensor.from_dtensor(t) instead."
-            )
-        elif rank == 0 and tensor.numel():
-            counted.append(tensor)
-    if not counted:
-        return None
-    norms = [n for group in _alike(counted) for n in _norms(group, order, foreach)]
-    device = norms[0].device
-    each = torch.stack([n.to(device, torch.float64) for n in norms])
-    return (each.sum() if order == 0 else torch.linalg.vector_norm(each, order)).item()
+    norms = []
+    for lot in lots.values():
+        counted = [t for t in lot.counted if t.numel()]
+        if counted:
+            norms.append(_combined(torch.stack(_norms(counted, order, foreach)), order).item())
+    return _combined(torch.tensor(norms, dtype=torch.float64), order).item() if norms else None
 
 
-@functools.lru_cache(maxsize=4096)
-def _counts(function: str, spec: HDSpec, rank: int) -> bool:
-    """Return whether a rank is the first of those that hold the same elements.
-
-    Raises:
-        DeductionError: If a reduction is pending.
-    """
-    if spec.has_partial():
-        raise DeductionError(
-            f"{function}: a tensor's reduction is pending ({spec}), so its norm is not known. After no_sync call "
-            f"hdtensor.sync_gradients(model) first, or redistribute it to Replicate() or Shard(d)."
-        )
-    index = spec.index_of(rank)
-    if index is None or (index and not isinstance(spec.top, Shard | StridedShard)):
-        return False
-    group = spec.subgroups[index]
-    return not any(
-        position
-        for placement, position in zip(group.placements, group.coordinate(rank), strict=True)
-        if placement.is_replicate()
-    )
-
-
-def _norms(group: list[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
-    wide = torch.float32 if group[0].dtype in (torch.bfloat16, torch.float16) else None
+def _norms(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> Any:
+    wide = torch.float32 if tensors[0].dtype in (torch.bfloat16, torch.float16) else None
     if foreach is False:
-        return [torch.linalg.vector_norm(t, order, dtype=wide) for t in group]
-    return list(torch._foreach_norm(group, order, dtype=wide))
+        return [torch.linalg.vector_norm(t, order, dtype=wide) for t in tensors]
+    return torch._foreach_norm(tensors, order, dtype=wide)
 
 
-def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real()
-
-
-def _alike(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the tensors by device and dtype, as fused kernels take them."""
-    found: dict[Any, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(found.values())
+def _combined(norms: torch.Tensor, order: float) -> torch.Tensor:
+    """Return the norm of elements from the norms of their parts."""
+    norms = norms.double()
+    return norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)
 
 
 def _gather(
@@ -238,19 +290,16 @@ def _gather(
 # -- scaling -------------------------------------------------------------------------------------------------------
 
 
-def _scale(
-    grads: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor, foreach: bool | None
-) -> None:
-    with torch.no_grad():
-        factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-        if factor == 1.0:
-            return
-        locals_ = [g._local_tensor if type(g) is HDTensor else g for g in grads]
-        for group in _alike(locals_):
-            by = factor.to(group[0].device)
-            if foreach is False:
-                for tensor in group:
-                    tensor.mul_(by)
-            else:
-                torch._foreach_mul_(group, by)
-        torch.autograd.graph.increment_version([g for g in grads if type(g) is HDTensor])
+def _scale(lots: _Lots, max_norm: float, total: torch.Tensor, foreach: bool | None) -> None:
+    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    if factor == 1.0:
+        return
+    for (device, _), lot in lots.items():
+        by = factor.to(device)
+        if foreach is False:
+            for tensor in lot.locals:
+                tensor.mul_(by)
+        else:
+            torch._foreach_mul_(lot.locals, by)
+        # What is written to inside a wrapper counts as written to the wrapper.
+        torch.autograd.graph.increment_version(lot.tensors)
