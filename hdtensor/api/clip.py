@@ -1,13 +1,14 @@
 """Gradient clipping over tensors of any subgroups: one total norm, alike on every rank.
 
-Each rank takes the norm of what it counts: of an element that several ranks hold, only the first of them. One small
-all-gather brings these norms together, also those of ranks that hold nothing, and every rank combines them in the same
-order. So the lists may hold parameters of any subgroups, pipeline stages among them.
+Each rank takes the norm of what it counts: of an element that several ranks hold, only the first of them. One all-reduce
+of one number over all ranks brings these norms together, also for ranks that hold nothing. So the lists may hold
+parameters of any subgroups, pipeline stages among them.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,11 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hdtensor._rank import current_rank
-from hdtensor.api.agreement import attempt, communicates
+from hdtensor.api.agreement import attempt, communicates, exchange
 from hdtensor.collectives import groups, observe
 from hdtensor.errors import (
     DeductionError,
-    DisagreementError,
     GroupError,
     HDTensorError,
     SpecError,
@@ -218,12 +218,11 @@ def _total_norm(
     mine = None
     if problem is None:
         mine, problem = attempt(lambda: _own_norm(lots, order, foreach))
-    norms = _gather(function, mine, order, problem)
+    value = _everywhere(function, mine, order, problem)
     dtype = functools.reduce(
         torch.promote_types, [dtype.to_real() for _, dtype in lots] or [torch.float32]
     )
-    total = _combined(torch.tensor(norms, dtype=torch.float64), order if norms else 0)
-    total = total.to(next(iter(lots), ("cpu",))[0], dtype)
+    total = torch.tensor(value, device=next(iter(lots), ("cpu",))[0], dtype=dtype)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the total norm of order {order} is {total.item()}, so nothing is clipped. Pass "
@@ -238,8 +237,8 @@ def _own_norm(lots: _Lots, order: float, foreach: bool | None) -> float | None:
     for lot in lots.values():
         counted = [t for t in lot.counted if t.numel()]
         if counted:
-            norms.append(_combined(torch.stack(_norms(counted, order, foreach)), order).item())
-    return _combined(torch.tensor(norms, dtype=torch.float64), order).item() if norms else None
+            norms.append(_combined(torch.stack(_norms(counted, order, foreach)), order))
+    return _combined(torch.tensor(norms, dtype=torch.float64), order) if norms else None
 
 
 def _norms(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> Any:
@@ -249,42 +248,55 @@ def _norms(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> A
     return torch._foreach_norm(tensors, order, dtype=wide)
 
 
-def _combined(norms: torch.Tensor, order: float) -> torch.Tensor:
+def _combined(norms: torch.Tensor, order: float) -> float:
     """Return the norm of elements from the norms of their parts."""
     norms = norms.double()
-    return norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)
+    return (norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)).item()
 
 
-def _gather(
+def _everywhere(
     function: str, mine: float | None, order: float, problem: Exception | None
-) -> list[float]:
-    """Return all ranks' norms, in rank order, of those that have one.
+) -> float:
+    """Return the norm over all ranks from each rank's own.
 
-    A rank with a problem takes part, so that none waits for it.
+    One number is reduced. A rank that has no number to add, since it met a problem or a norm that is not finite, makes the
+    result infinite, and so all ranks know to look at one another's norms and problems.
     """
     if not communicates():
         if problem is not None:
             raise problem
-        return [] if mine is None else [mine]
-    size = dist.get_world_size()
-    with observe.because(function):
-        observe.notify("all_gather", tuple(range(size)), 4 * 8)
-    said = torch.tensor(
-        [mine or 0.0, mine is not None, problem is not None, order], dtype=torch.float64
+        return mine or 0.0
+    term = torch.tensor(
+        [math.inf if problem is not None else _term(mine, order)], dtype=torch.float64
     ).to(groups.device_type())
-    everyone = [torch.empty_like(said) for _ in range(size)]
-    dist.all_gather(everyone, said)
-    if problem is not None:
-        raise problem
-    rows = torch.stack(everyone).tolist()
-    for rank, (_, _, failed, other) in enumerate(rows):
-        if failed or other != order:
-            what = f"asks for order {other}" if not failed else "fails; see its own error"
-            raise DisagreementError(
-                f"{function} of order {order} cannot go on: rank {rank} {what}. Every rank passes the same "
-                f"tensors and the same order."
-            )
-    return [norm for norm, has_norm, _, _ in rows if has_norm]
+    with observe.because(function):
+        observe.notify("all_reduce", tuple(range(dist.get_world_size())), 8)
+    dist.all_reduce(term, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM)
+    found = term.item()
+    if math.isfinite(found):
+        return _root(found, order)
+    norms = [n for n in exchange(function, mine, problem) if n is not None]
+    return _combined(torch.tensor(norms, dtype=torch.float64), order) if norms else 0.0
+
+
+def _term(norm: float | None, order: float) -> float:
+    """Return what a rank's norm adds to the reduction; infinity where that is no finite number."""
+    if norm is None:
+        return -math.inf if order == -math.inf else 0.0
+    if not math.isfinite(norm):
+        return math.inf
+    if order == 0 or math.isinf(order):
+        return -norm if order < 0 else norm
+    try:
+        return math.pow(norm, order)
+    except (OverflowError, ValueError):  # too large, or a negative power of 0
+        return math.inf
+
+
+def _root(reduced: float, order: float) -> float:
+    if order == 0 or math.isinf(order):
+        return -reduced if order < 0 else reduced
+    return math.pow(reduced, 1.0 / order) if reduced else 0.0
 
 
 # -- scaling -------------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def _check_case_19(rank):
     with count_communication() as counted:
         total = hdtensor.clip_grad_norm_(ours, 1.0)
     assert [(c.kind, c.num_bytes, c.why) for c in counted.events] == [
-        ("all_gather", 32, "clip_grad_norm_")
+        ("all_reduce", 8, "clip_grad_norm_")
     ]
     assert total.item() == pytest.approx(math.sqrt(2 * 10416))
     for p in ours:
@@ -207,8 +207,6 @@ def _check_errors(rank):
     given = [p.grad, p.grad.to_dtensor()] if rank == 1 else [p.grad]
     with pytest.raises(SpecError if rank == 1 else DisagreementError):
         hdtensor.get_total_norm(given)
-    with pytest.raises(DisagreementError, match="order"):
-        hdtensor.clip_grad_norm_([p], 1.0, norm_type=1 if rank == 3 else 2)
     with pytest.raises(GroupError, match="as_rank"), hdtensor.as_rank(2):
         hdtensor.clip_grad_norm_([p], 1.0)
     torch.testing.assert_close(p.grad.full_tensor(), normal(1))
