@@ -43,6 +43,7 @@ __all__ = [
     "change_outer_shape",
     "dtensor_propagator",
     "group_timeout",
+    "has_saved_tensor_hooks",
     "in_backward",
     "keep_in_order",
     "local_binding",
@@ -72,6 +73,11 @@ def keep_in_order(name: str, library: torch.library.Library) -> None:
 def in_backward() -> bool:
     """Return whether the autograd engine is running a backward in this thread. (2.11-2.15)"""
     return backward_id() != -1
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether saved tensors pass hooks, as in a forward that ``torch.utils.checkpoint`` will repeat. (2.13-2.15)"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def group_timeout(group: Any, device_type: str) -> datetime.timedelta | None:
