@@ -8,6 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hdtensor import debug, elastic, ops
 from hdtensor._rank import as_rank, current_rank
+from hdtensor.api.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from hdtensor.api.collect import full_tensor, item
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.implicit import implicit_replication
@@ -65,6 +66,8 @@ __all__ = [
     "Topology",
     "TopologyError",
     "as_rank",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
     "current_rank",
     "debug",
     "distribute_batch",
@@ -75,6 +78,7 @@ __all__ = [
     "from_local",
     "full_state_dict",
     "full_tensor",
+    "get_total_norm",
     "implicit_replication",
     "item",
     "load_checkpoint",

@@ -17,7 +17,7 @@ from hdtensor.errors import DeductionError, SpecError
 from hdtensor.ops.border import ToDTensor, ToLocal
 from hdtensor.ops.bound import BoundSpec, bound_from_parts
 from hdtensor.ops.dispatch import dispatch
-from hdtensor.ops.registry import set_tensor_type
+from hdtensor.ops.registry import changes, set_tensor_type
 from hdtensor.ops.special.move import move
 from hdtensor.placements.forms import SpecLike, meshes_of, spec_from
 from hdtensor.placements.layout import owned_boxes
@@ -152,6 +152,8 @@ class HDTensor(torch.Tensor):
                 f"distribute_tensor(t, {str(self._spec.spec)!r})."
             )
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        if other._spec.dtype is not self._spec.dtype:
+            changes[0] += 1
         self._local_tensor, self._spec = other._local_tensor.detach(), other._spec
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

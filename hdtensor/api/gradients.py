@@ -37,14 +37,24 @@ class GradientSync:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.parameters = list(parameters)
+        self.parameters: list[torch.Tensor] = []
         self.enabled = True
         self._pending: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, torch.Tensor] = {}
         self._backward: int | None = None  # the backward at whose end ``flush`` is called
+        self._order: dict[int, int] = {}
+        self._accumulators: list[Any] = []
+        self.watch(parameters)
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Watch these parameters from now on, in this order; other tensors among them are left alone."""
+        self.parameters = list(parameters)
         self._order = {id(p): i for i, p in enumerate(self.parameters)}
+        self._accumulators = []  # first of all: torch poisons those of tensors that it swaps
         self._accumulators = [
-            self._watch(p) for p in self.parameters if p.is_floating_point() or p.is_complex()
+            self._watch(p)
+            for p in self.parameters
+            if isinstance(p, HDTensor) and (p.is_floating_point() or p.is_complex())
         ]
 
     def __reduce__(self) -> Any:
@@ -54,15 +64,16 @@ class GradientSync:
             PlanError: Always; it names what to do.
         """
         raise PlanError(
-            "a parallelized model cannot be copied or pickled as a whole. Copy or save its state_dict(), or "
-            "build the model again and call parallelize."
+            "a parallelized model cannot be pickled as a whole, nor a part of it copied. Copy all of it with "
+            "copy.deepcopy(model); save its state_dict()."
         )
 
     def _watch(self, parameter: torch.Tensor) -> Any:
         """Have the engine call this object around accumulation, also if a frozen parameter thaws later."""
         needs_grad = parameter.requires_grad
         parameter.requires_grad_()
-        parameter.register_post_accumulate_grad_hook(self.note)
+        if self.note not in (parameter._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(self.note)
         accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
         accumulator.register_prehook(functools.partial(self._make_way, parameter))
         parameter.requires_grad_(needs_grad)
@@ -73,19 +84,19 @@ class GradientSync:
         old, new = parameter.grad, grads[0]
         if old is None or new is None or old._spec.spec is new._spec.spec:  # type: ignore[attr-defined]
             return
-        self._waiting[self._order[id(parameter)]] = old
+        self._waiting[id(parameter)] = old
         parameter.grad = None
 
     def note(self, parameter: torch.Tensor) -> None:
         """Remember that a parameter's gradient changed; called by the engine."""
-        old = self._waiting.pop(self._order[id(parameter)], None)
+        old = self._waiting.pop(id(parameter), None)
         if old is not None and parameter.grad is not None:
             parameter.grad = old + parameter.grad
         grad = parameter.grad
         assert isinstance(grad, HDTensor), f"the gradient of an HDTensor is one, got {type(grad)}"
         if grad._spec.spec is parameter._spec.spec:  # type: ignore[attr-defined]
             return
-        self._pending[self._order[id(parameter)]] = parameter
+        self._pending[id(parameter)] = parameter
         if self.enabled:
             self._queue()
 
@@ -100,7 +111,9 @@ class GradientSync:
         self._backward = None
         if not self.enabled:
             return
-        pending = [self._pending[i] for i in sorted(self._pending)]
+        pending = [
+            self._pending[i] for i in sorted(self._pending, key=lambda i: self._order.get(i, -1))
+        ]
         self._pending.clear()
         work = [(p, gradient_plan(p.grad._spec, p._spec)) for p in pending if p.grad is not None]  # type: ignore[attr-defined]
         with observe.because("gradients"), observe.profiled("gradient_sync"):

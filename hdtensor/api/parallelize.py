@@ -19,6 +19,7 @@ from hdtensor._rank import is_played
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api import points, regions
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
+from hdtensor.api.changes import Upkeep, make_copyable, own_forward
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.gradients import GradientSync, gradient_plan, paused
 from hdtensor.api.implicit import implicit_replication
@@ -26,6 +27,7 @@ from hdtensor.api.local import prepare_groups, shard_of
 from hdtensor.collectives import groups
 from hdtensor.errors import DisagreementError, PlanError
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.registry import changes
 from hdtensor.placements.spec import HDSpec
 from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription, Pattern
 from hdtensor.tensor import HDTensor
@@ -44,6 +46,7 @@ class ParallelState:
         hooks: The plan's redistribute points.
         is_batch_checked: Whether a batch was compared over all ranks.
         depth: How many calls of the model's forward are running.
+        upkeep: Notices that the model's parameters are others.
     """
 
     plan: ExpandedPlan
@@ -54,6 +57,7 @@ class ParallelState:
     hooks: list[RemovableHandle] = field(default_factory=list)
     is_batch_checked: bool = False
     depth: int = 0
+    upkeep: Upkeep = field(init=False)
 
 
 _states: weakref.WeakKeyDictionary[nn.Module, ParallelState] = weakref.WeakKeyDictionary()
@@ -109,9 +113,40 @@ def parallelize(
     _states[model] = state
     if was_meta:
         _initialize(model, _device(device))
+    _put_on(model, state)
+    return model
+
+
+def _put_on(model: nn.Module, state: ParallelState) -> None:
+    state.upkeep = Upkeep(model, state.sync)
     _accept_plain(model, state)
     _install(model, state)
-    return model
+    make_copyable(model, _take_off, _put_on_like)
+
+
+def _take_off(model: nn.Module) -> None:
+    """Take from a model what ``parallelize`` put on it, its parameters excepted."""
+    state = state_of(model)
+    if state.depth:
+        raise PlanError("the model is running; copy it between two steps.")
+    own_forward(model)
+    _remove(state)
+
+
+def _put_on_like(model: nn.Module, like: nn.Module) -> None:
+    state = state_of(like)
+    if model is not like:
+        sync = GradientSync(model.parameters())
+        state = ParallelState(state.plan, sync, state.patterns, state.use_regions)
+        _states[model] = state
+    _put_on(model, state)
+
+
+def _remove(state: ParallelState) -> None:
+    for hook in state.hooks:
+        hook.remove()
+    for region in state.regions:
+        region.remove()
 
 
 def prepare_plan(model: nn.Module, plan: ExpandedPlan) -> None:
@@ -139,10 +174,7 @@ def replace_plan(model: nn.Module, plan: ExpandedPlan) -> None:
     ``prepare_plan`` must have been called. ``elastic.switch`` moves the parameters in between.
     """
     state = state_of(model)
-    for hook in state.hooks:
-        hook.remove()
-    for region in state.regions:
-        region.remove()
+    _remove(state)
     state.plan = plan
     state.is_batch_checked = False
     _install(model, state)
@@ -386,11 +418,18 @@ def _redistribute_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return points.reduce_input_gradients(args, kwargs)
 
 
+def _reinstall(model: nn.Module, state: ParallelState) -> None:
+    _remove(state)
+    _install(model, state)
+
+
 def _accept_plain(model: nn.Module, state: ParallelState) -> None:
     forward = model.forward
 
     @functools.wraps(forward)
     def accepting(*args: Any, **kwargs: Any) -> Any:
+        if state.upkeep.seen != changes[0]:
+            state.upkeep.look(model, functools.partial(_reinstall, model, state))
         state.depth += 1
         try:
             with implicit_replication():

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hdtensor._torch_compat import has_saved_tensor_hooks
 from hdtensor.api import points
 from hdtensor.api.gradients import GradientSync
 from hdtensor.api.points import Points
@@ -129,6 +130,10 @@ class Region:
         # Inside a module that runs on plain tensors there is nothing left to do.
         if points.running or _suspended[0] or torch.compiler.is_compiling() or self._is_hooked():
             return self.forward(*args, **kwargs)
+        if has_saved_tensor_hooks():
+            # A checkpoint repeats this forward later and must save the same tensors, whatever was learnt in between.
+            with _op_by_op():
+                return self.forward(*args, **kwargs)
         inputs: list[HDTensor] = []
         key = (
             self.module.training,

@@ -33,6 +33,10 @@ events = [0]
 #: Redistributions between subgroups so far: where one happens, no rank may skip the module around it.
 moves = [0]
 
+#: Counts what may make other parameters of a module: a registration of one in any module, and data of another dtype.
+#: What was learnt of a parallelized model is looked at again when it has grown.
+changes = [0]
+
 #: Whether plain tensors count as replicated operands (``implicit_replication``).
 implicit = [False]
 

@@ -1,4 +1,4 @@
-"""``cat`` as eager PyTorch has it: one-dimensional tensors without elements join anything."""
+"""``cat`` as eager PyTorch has it: one-dimensional tensors without elements join anything. ``stack`` of scalars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from hdtensor.ops.registry import call, special
+from hdtensor.errors import DeductionError
+from hdtensor.ops.registry import call, is_hdtensor, special
 
 
 aten = torch.ops.aten
@@ -29,3 +30,22 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(kept) in (0, len(tensors)):
         return None
     return lambda tensors, *rest: call(func, [tensors[i] for i in kept], *rest[:-1])
+
+
+@special(aten.stack.default, is_local=True)
+def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Say what to call where torch's own clipping stacks the norms of gradients of unlike subgroups.
+
+    Raises:
+        DeductionError: If scalars of unlike subgroups are stacked.
+    """
+    bounds = [t._spec for t in args[0] if is_hdtensor(t) and not t.ndim]
+    places = {tuple((g.ranks, g.mesh_shape) for g in b.spec.subgroups) for b in bounds}
+    if len(places) < 2:
+        return None
+    listing = "; ".join(dict.fromkeys(str(b.spec) for b in bounds))
+    raise DeductionError(
+        f"{func}: these {len(bounds)} scalars live on unlike subgroups: {listing}. For the norm of gradients call "
+        f"hdtensor.clip_grad_norm_ or hdtensor.get_total_norm on every rank; for other scalars redistribute them "
+        f"to one spec first."
+    )

@@ -56,7 +56,8 @@ def _norm(func: Any, x: Any, order: float, dims: list[int], keepdim: bool, dtype
     if isinstance(spec.top, Partial):
         raise DeductionError(
             f"{func}: a norm of order {order} over a dim that the top tier cuts ({x._spec}) needs a sum over "
-            f"subgroups before its root. Insert: x = x.redistribute({str(x.spec.replace(top=Replicate()))!r})."
+            f"subgroups before its root. Insert: x = x.redistribute({str(x.spec.replace(top=Replicate()))!r}). For the norm of all gradients "
+            f"call hdtensor.clip_grad_norm_ or hdtensor.get_total_norm."
         )
     if spec.has_partial():
         whole = spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)

@@ -102,6 +102,12 @@ def _is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return lambda a, b, kw: a.shape == b.shape
 
 
+@special(aten._has_same_storage_numel.default, is_local=True)
+def _has_same_storage_numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compare global sizes: what a tensor of forward derivatives is laid out like."""
+    return lambda a, b, kw: a.numel() == b.numel()
+
+
 @special(aten.is_pinned.default, is_local=True)
 def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Ask about this rank's memory."""
