@@ -45,7 +45,6 @@ __all__ = [
     "change_outer_shape",
     "dtensor_propagator",
     "group_timeout",
-    "has_saved_tensor_hooks",
     "in_backward",
     "is_profiled",
     "keep_in_order",
@@ -245,11 +244,6 @@ def saved_tensor_hooks() -> Any:
 def in_backward() -> bool:
     """Return whether the autograd engine is running a backward in this thread."""
     return backward_id() != -1
-
-
-def has_saved_tensor_hooks() -> bool:
-    """Return whether saved tensors pass hooks, as in a forward that ``torch.utils.checkpoint`` will repeat. (2.13-2.15)"""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def group_timeout(group: Any, device_type: str) -> datetime.timedelta | None:

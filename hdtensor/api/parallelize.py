@@ -16,21 +16,19 @@ from torch.distributed.tensor import Partial
 from torch.utils.hooks import RemovableHandle
 
 from hdtensor._rank import is_played
-from hdtensor._torch_compat import new_wrapper
-from hdtensor.api import points, regions
+from hdtensor.api import local_modules as local, points, regions
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.changes import Upkeep, make_copyable, own_forward
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.gradients import GradientSync, gradient_plan, paused
 from hdtensor.api.implicit import implicit_replication
-from hdtensor.api.local import prepare_groups, shard_of
+from hdtensor.api.local import prepare_groups
+from hdtensor.api.parameters import device_of, distribute_parameters, initialize
 from hdtensor.collectives import groups
 from hdtensor.errors import DisagreementError, PlanError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import changes
-from hdtensor.placements.spec import HDSpec
 from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription, Pattern
-from hdtensor.tensor import HDTensor
 
 
 @dataclass(slots=True)
@@ -42,6 +40,8 @@ class ParallelState:
         sync: Brings gradients home.
         patterns: The user's rules for parameter names.
         use_regions: Whether local modules may run on plain tensors.
+        local_modules: The user's globs of modules that run on local tensors.
+        local: Modules that do.
         regions: Modules that run as a whole, see ``api.regions``.
         hooks: The plan's redistribute points.
         is_batch_checked: Whether a batch was compared over all ranks.
@@ -53,6 +53,8 @@ class ParallelState:
     sync: GradientSync
     patterns: tuple[Pattern | tuple[str, str], ...] = ()
     use_regions: bool = True
+    local_modules: tuple[str, ...] = ()
+    local: list[local.LocalModule] = field(default_factory=list)
     regions: list[regions.Region] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
     is_batch_checked: bool = False
@@ -71,6 +73,7 @@ def parallelize(
     device: torch.device | str | None = None,
     src_data_rank: int | None = None,
     use_regions: bool = True,
+    local_modules: Sequence[str] = (),
 ) -> nn.Module:
     """Spread a model over ranks as a plan says, in place; every rank of the world calls it.
 
@@ -88,6 +91,8 @@ def parallelize(
         src_data_rank: Rank whose weights count. None: every rank has built the same model (one seed), which is checked
             with checksums.
         use_regions: Run local modules on plain tensors where a recorded pass showed that it is the same.
+        local_modules: Globs of names, or of classes, of modules whose every result row follows from the same rows of their
+            inputs, and whose shapes inside may depend on data: they run on local tensors. Stacked experts are known.
 
     Returns:
         The model.
@@ -107,12 +112,12 @@ def parallelize(
     expanded = plan.expand(description, patterns)
     _check(expanded, model, src_data_rank)
     prepare_plan(model, expanded)
-    was_meta = _distribute_parameters(model, expanded, _device(device), src_data_rank)
+    was_meta = distribute_parameters(model, expanded, device_of(device), src_data_rank)
     sync = GradientSync(p for p in model.parameters())
-    state = ParallelState(expanded, sync, tuple(patterns), use_regions)
+    state = ParallelState(expanded, sync, tuple(patterns), use_regions, tuple(local_modules))
     _states[model] = state
     if was_meta:
-        _initialize(model, _device(device))
+        initialize(model, device_of(device))
     _put_on(model, state)
     return model
 
@@ -120,6 +125,7 @@ def parallelize(
 def _put_on(model: nn.Module, state: ParallelState) -> None:
     state.upkeep = Upkeep(model, state.sync)
     _accept_plain(model, state)
+    state.local = local.install(model, state.local_modules)
     _install(model, state)
     make_copyable(model, _take_off, _put_on_like)
 
@@ -131,13 +137,17 @@ def _take_off(model: nn.Module) -> None:
         raise PlanError("the model is running; copy it between two steps.")
     own_forward(model)
     _remove(state)
+    for module in state.local:
+        module.remove()
 
 
 def _put_on_like(model: nn.Module, like: nn.Module) -> None:
     state = state_of(like)
     if model is not like:
         sync = GradientSync(model.parameters())
-        state = ParallelState(state.plan, sync, state.patterns, state.use_regions)
+        state = ParallelState(
+            state.plan, sync, state.patterns, state.use_regions, state.local_modules
+        )
         _states[model] = state
     _put_on(model, state)
 
@@ -182,7 +192,7 @@ def replace_plan(model: nn.Module, plan: ExpandedPlan) -> None:
 
 def _install(model: nn.Module, state: ParallelState) -> None:
     """Place what depends on the plan: redistribute points, and regions inside of them."""
-    state.hooks = _place_points(model, state.plan)
+    state.hooks = points.place(model, state.plan)
     if state.use_regions:
         description = ModelDescription.from_module(model)
         state.regions = regions.install(model, description, state.sync)
@@ -319,103 +329,6 @@ def _fingerprint(model: nn.Module, src_data_rank: int | None) -> Any:
             )
             for name, p in model.named_parameters()
         )
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-# -- parameters ----------------------------------------------------------------------------------------------------
-
-
-def _distribute_parameters(
-    model: nn.Module, plan: ExpandedPlan, device: torch.device, src_data_rank: int | None
-) -> bool:
-    """Replace every parameter by its shard; return whether the model was on the meta device."""
-    replaced: dict[int, nn.Parameter] = {}
-    names = {id(p): name for name, p in model.named_parameters()}
-    was_meta = False
-    for module in model.modules():
-        for key, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            new = replaced.get(id(parameter))
-            if new is None:
-                spec = plan.tensors[names[id(parameter)]]
-                new = _distribute_parameter(parameter, spec, device, src_data_rank)
-                replaced[id(parameter)] = new
-                was_meta |= parameter.is_meta
-            module._parameters[key] = new
-    return was_meta
-
-
-def _distribute_parameter(
-    parameter: nn.Parameter, spec: HDSpec, device: torch.device, src_data_rank: int | None
-) -> nn.Parameter:
-    bound = BoundSpec.bind(spec, parameter.shape, None, parameter.dtype)
-    if parameter.is_meta:
-        local = torch.empty(bound.local_shape(), dtype=parameter.dtype, device=device)
-        tensor = new_wrapper(HDTensor, local, bound, False)
-    elif src_data_rank is None:
-        tensor = new_wrapper(HDTensor, shard_of(parameter, bound), bound, False)
-    else:
-        tensor = distribute_tensor(parameter.detach(), spec, src_data_rank=src_data_rank)
-    return nn.Parameter(tensor, parameter.requires_grad)
-
-
-def _initialize(model: nn.Module, device: torch.device) -> None:
-    """Fill parameters and buffers of a model that was built on the meta device."""
-    for module in model.modules():
-        for key, buffer in list(module._buffers.items()):
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device=device)
-    init_weights = getattr(model, "init_weights", None)
-    if init_weights is not None:
-        init_weights()
-        return
-    for module in model.modules():
-        own = [p for p in module._parameters.values() if p is not None]
-        reset = getattr(module, "reset_parameters", None)
-        if reset is not None:
-            reset()
-        elif own:
-            raise PlanError(
-                f"the model is on the meta device and {type(module).__name__} has parameters but no "
-                f"reset_parameters(); give it one, or the model an init_weights()."
-            )
-
-
-# -- points ----------------------------------------------------------------------------------------------------------
-
-
-def _place_points(model: nn.Module, plan: ExpandedPlan) -> list[RemovableHandle]:
-    hooks = []
-    for point in plan.points:
-        module = model.get_submodule(point.module)
-        if point.side == "output":
-            hooks.append(module.register_forward_hook(_redistribute_output))
-        else:
-            pre = module.register_forward_pre_hook(_redistribute_inputs, with_kwargs=True)
-            hooks.append(pre)
-    return hooks
-
-
-def is_own_hook(hook: Any) -> bool:
-    """Whether a module hook is one of the plan's redistribute points, or only looks at when a module runs."""
-    own = hook in (_redistribute_output, _redistribute_inputs)
-    return own or getattr(hook, "only_observes", False)
-
-
-def _redistribute_output(module: nn.Module, args: Any, output: Any) -> Any:
-    return points.reduce_output(output)
-
-
-def _redistribute_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return points.reduce_input_gradients(args, kwargs)
 
 
 def _reinstall(model: nn.Module, state: ParallelState) -> None:
