@@ -143,6 +143,7 @@ def _lots(function: str, tensors: Sequence[torch.Tensor]) -> _Lots:
     found: _Lots = {}
     is_counted: dict[Any, bool] = {}
     hd = HDTensor
+    spec: Any  # a spec, or the type of another tensor
     for tensor in tensors:
         if type(tensor) is hd:
             local, spec = tensor._local_tensor, tensor._spec.spec
@@ -270,7 +271,8 @@ def _everywhere(
         [math.inf if problem is not None else _term(mine, order)], dtype=torch.float64
     ).to(groups.device_type())
     with observe.because(function):
-        observe.notify("all_reduce", tuple(range(dist.get_world_size())), 8)
+        ranks = tuple(range(dist.get_world_size()))
+        observe.notify("all_reduce", ranks, term, ((1,), (1,)), "world")
     dist.all_reduce(term, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM)
     found = term.item()
     if math.isfinite(found):

@@ -72,7 +72,8 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func([t for t in locals_ if t.numel()], found_inf, inv_scale)
         if dist.is_initialized():
             with observe.because("GradScaler"):
-                observe.notify("all_reduce", tuple(range(dist.get_world_size())), 4)
+                ranks = tuple(range(dist.get_world_size()))
+                observe.notify("all_reduce", ranks, found_inf, ((1,), (1,)), "world")
             dist.all_reduce(found_inf, dist.ReduceOp.MAX)
 
     return run
