@@ -9,6 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from hdtensor import debug, elastic, ops
 from hdtensor._rank import as_rank, current_rank
 from hdtensor.api.collect import full_tensor, item
+from hdtensor.api.context_parallel import context_parallel
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import from_dtensor, from_local
@@ -58,6 +59,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "as_rank",
+    "context_parallel",
     "current_rank",
     "debug",
     "distribute_batch",

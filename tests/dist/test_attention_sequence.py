@@ -67,3 +67,34 @@ def _check_specs(rank, q_spec, kv_spec):
 @pytest.mark.parametrize(("q_spec", "kv_spec"), SPECS)
 def test_output_and_gradients(q_spec, kv_spec):
     run_world(_check_specs, 4, q_spec, kv_spec)
+
+
+RING = [
+    pytest.param(BOTTOM, BOTTOM, id="bottom"),
+    pytest.param("R / 0-3:S2", "R / 0-3:S2", id="four_ranks"),
+    pytest.param("R / 0-3(2x2):S2,S1", "R / 0-3(2x2):S2,S1", id="heads_too"),
+    pytest.param("R / 0-3(2x2):S2,S2", "R / 0-3(2x2):S2,S2", id="one_axis_gathers"),
+    pytest.param("S0[2:1] / 0,1:S2 2:R", "S0[2:1] / 0,1:S2 2:R", id="batch_above"),
+    pytest.param("S2[2:1] / 0,1:S2 2:R", "S2[2:1] / 0,1:S2 2:R", id="both_tiers"),
+    pytest.param("S2[2:1] / 0,1:S1 2:R", "S2[2:1] / 0,1:S1 2:R", id="top"),
+]
+
+
+def _check_context(rank, q_spec, kv_spec, method):
+    for length, is_causal, is_masked in ((13, True, False), (3, True, False), (7, False, True)):
+        tensors = operands(length)
+        plain = [t.clone().requires_grad_() for t in tensors]
+        cut = distributed(tensors, q_spec, kv_spec)
+        mask = torch.rand(3, 1, length, length) > 0.4 if is_masked else None
+        options = {"is_causal": is_causal, "enable_gqa": True, "attn_mask": mask}
+        expected = F.scaled_dot_product_attention(*plain, **options)
+        with hd.context_parallel(method), hd.implicit_replication():
+            result = F.scaled_dot_product_attention(*cut, **options)
+        compare(result, expected, cut, plain)
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize(("q_spec", "kv_spec"), RING)
+def test_context_parallel(q_spec, kv_spec, method):
+    run_world(_check_context, 4, q_spec, kv_spec, method)

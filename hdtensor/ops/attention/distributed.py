@@ -67,15 +67,16 @@ def forward(q: Any, k: Any, v: Any, mask: Any, how: How) -> tuple[Any, Any]:
         mask = _local_mask(mask, q)
     if q._spec.index is None:
         device = q._local_tensor.device
-        return tuple(wrap(empty_like_local(b.dtype, device), b) for b in (layout.out, layout.lse))  # type: ignore[return-value]
+        nothing = empty_like_local(q.dtype, device)
+        return wrap(nothing, layout.out), wrap(nothing, layout.lse)
     locals_ = (q._local_tensor, k._local_tensor, v._local_tensor)
     if layout.line:
         with observe.because(how.why):
             out, lse = ring_forward(_ring(layout, how), locals_[0], locals_[1:], mask, how.scale)
     else:
         tiles, order = _tiles(layout, how)
-        keys = (_in_order(x, order) for x in locals_[1:])
-        out, lse = attend(locals_[0], *keys, tiles, mask, how.scale)
+        keys, values = (_in_order(x, order) for x in locals_[1:])
+        out, lse = attend(locals_[0], keys, values, tiles, mask, how.scale)
     return wrap(out.to(q.dtype), layout.out), wrap(lse, _with_dtype(layout.lse, lse.dtype))
 
 
@@ -256,12 +257,8 @@ def _local_mask(mask: Any, q: Any) -> torch.Tensor | None:
         local = mask if bound.index is not None else mask.new_empty(0)
         mask = wrap(local, BoundSpec.of(whole, mask.shape, mask.stride(), mask.dtype, None))
     wanted = mask_bound(mask._spec, bound)
-    return _moved(mask, wanted)._local_tensor if bound.index is not None else _skipped(mask, wanted)
-
-
-def _skipped(mask: Any, wanted: BoundSpec) -> None:
-    """Take part in the conversion of a mask on a rank without queries."""
-    _moved(mask, wanted)
+    mask = _moved(mask, wanted)
+    return None if bound.index is None else mask._local_tensor
 
 
 def mask_bound(mask: BoundSpec, q: BoundSpec) -> BoundSpec:

@@ -130,7 +130,8 @@ def _forward_run(func: Any) -> Any:
     def run(*args_and_kw: Any) -> Any:
         *args, kw = args_and_kw
         is_causal = args[4] if len(args) > 4 else (kw or {}).get("is_causal", False)
-        return forward(*args[:3], *_mask_and_how(func, is_causal, kw or {}))
+        q, k, v = args[:3]
+        return forward(q, k, v, *_mask_and_how(func, is_causal, kw or {}))
 
     return run
 
