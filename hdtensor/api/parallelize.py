@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,16 @@ from hdtensor._rank import is_played
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api import local_modules as local, points, regions
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
+from hdtensor.api.context_parallel import share_sequences
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.gradients import GradientSync, gradient_plan, paused
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import prepare_groups, shard_of
+from hdtensor.api.sequences import order_in, share_batch
 from hdtensor.collectives import groups
 from hdtensor.errors import DisagreementError, PlanError
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.placements import checks
 from hdtensor.placements.spec import HDSpec
 from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription, Pattern
 from hdtensor.tensor import HDTensor
@@ -42,6 +45,7 @@ class ParallelState:
         use_regions: Whether local modules may run on plain tensors.
         regions: Modules that run as a whole, see ``api.regions``.
         hooks: The plan's redistribute points.
+        restores: Give modules whose attention shares sequences their own forwards back.
         is_batch_checked: Whether a batch was compared over all ranks.
         depth: How many calls of the model's forward are running.
     """
@@ -52,6 +56,7 @@ class ParallelState:
     use_regions: bool = True
     regions: list[regions.Region] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
+    restores: list[Callable[[], None]] = field(default_factory=list)
     is_batch_checked: bool = False
     depth: int = 0
 
@@ -132,9 +137,26 @@ def prepare_plan(model: nn.Module, plan: ExpandedPlan) -> None:
     rank_sets: set[tuple[int, ...]] = set()
     for name, parameter in model.named_parameters():
         bound = BoundSpec.bind(plan.tensors[name], parameter.shape, None, parameter.dtype)
-        pending = bound.with_spec(bound.spec.replace(top=Partial()))
+        pending = bound.with_spec(_pending(bound.spec, plan.inputs))
         rank_sets |= set(gradient_plan(pending, bound).rank_sets())
     groups.ensure_groups(sorted(rank_sets), plan.inputs.subgroups)
+
+
+def _pending(parameter: HDSpec, inputs: HDSpec) -> HDSpec:
+    """Return the spec in which a parameter's gradient comes: a term of every rank that has its own part of the inputs."""
+    cut = {
+        (group.ranks, axis)
+        for group in inputs.subgroups
+        for axis, placement in enumerate(group.placements)
+        if checks.is_cut(placement)
+    }
+    groups_ = [
+        g.with_placements(
+            [Partial() if (g.ranks, i) in cut else p for i, p in enumerate(g.placements)]
+        )
+        for g in parameter.subgroups
+    ]
+    return parameter.replace(subgroups=tuple(groups_), top=Partial())
 
 
 def replace_plan(model: nn.Module, plan: ExpandedPlan) -> None:
@@ -147,6 +169,8 @@ def replace_plan(model: nn.Module, plan: ExpandedPlan) -> None:
         hook.remove()
     for region in state.regions:
         region.remove()
+    for restore in state.restores:
+        restore()
     state.plan = plan
     state.is_batch_checked = False
     _install(model, state)
@@ -155,6 +179,12 @@ def replace_plan(model: nn.Module, plan: ExpandedPlan) -> None:
 def _install(model: nn.Module, state: ParallelState) -> None:
     """Place what depends on the plan: redistribute points, and regions inside of them."""
     state.hooks = points.place(model, state.plan)
+    sharing = state.plan.shared_sequences
+    state.restores = []
+    if sharing is not None:
+        order = order_in(state.plan)
+        modules = [model.get_submodule(name) for name in sharing.modules]
+        state.restores = [share_sequences(module, sharing.method, order) for module in modules]
     if state.use_regions:
         description = ModelDescription.from_module(model)
         state.regions = regions.install(model, description, state.sync)
@@ -177,7 +207,7 @@ def state_of(model: nn.Module) -> ParallelState:
 def distribute_batch(
     model: nn.Module, batch: Any, *, keep_plain: Collection[str] = ("attention_mask",)
 ) -> Any:
-    """Cut a batch as the model's plan says: dim 0 in the pipelines' shares.
+    """Cut a batch as the model's plan says: dim 0, or dim 1, in the pipelines' shares, and dim 1 inside a stage with cp.
 
     Args:
         model: A parallelized model.
@@ -198,6 +228,8 @@ def distribute_batch(
     if not state.is_batch_checked and communicates():
         _check_same_batch(batch)
         state.is_batch_checked = True
+    if state.plan.shared_sequences is not None:
+        return share_batch(model, state.plan, batch, keep_plain)
 
     def cut(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.ndim:
