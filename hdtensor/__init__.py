@@ -8,13 +8,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hdtensor import debug, elastic, ops
 from hdtensor._rank import as_rank, current_rank
+from hdtensor.api.batches import distribute_batch, restore_sequence
 from hdtensor.api.collect import full_tensor, item
 from hdtensor.api.context_parallel import context_parallel
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import from_dtensor, from_local
 from hdtensor.api.local_map import local_map
-from hdtensor.api.parallelize import distribute_batch, no_sync, parallelize, sync_gradients
+from hdtensor.api.parallelize import no_sync, parallelize, sync_gradients
 from hdtensor.elastic import SwitchOptions, plan_switch, switch, switch_tensors
 from hdtensor.errors import (
     DeductionError,
@@ -77,6 +78,7 @@ __all__ = [
     "parallelize",
     "plan_switch",
     "resolve",
+    "restore_sequence",
     "simulate",
     "switch",
     "switch_tensors",

@@ -5,30 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Partial
 from torch.utils.hooks import RemovableHandle
 
 from hdtensor._rank import is_played
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api import local_modules as local, points, regions
-from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.context_parallel import share_sequences
 from hdtensor.api.distribute import distribute_tensor
-from hdtensor.api.gradients import GradientSync, gradient_plan, paused
+from hdtensor.api.gradients import GradientSync, gradient_plan, paused, pending_spec
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import prepare_groups, shard_of
-from hdtensor.api.sequences import order_in, share_batch
+from hdtensor.api.sequences import order_in
 from hdtensor.collectives import groups
 from hdtensor.errors import DisagreementError, PlanError
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.placements import checks
 from hdtensor.placements.spec import HDSpec
 from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription, Pattern
 from hdtensor.tensor import HDTensor
@@ -137,26 +134,9 @@ def prepare_plan(model: nn.Module, plan: ExpandedPlan) -> None:
     rank_sets: set[tuple[int, ...]] = set()
     for name, parameter in model.named_parameters():
         bound = BoundSpec.bind(plan.tensors[name], parameter.shape, None, parameter.dtype)
-        pending = bound.with_spec(_pending(bound.spec, plan.inputs))
+        pending = bound.with_spec(pending_spec(bound.spec, plan.inputs))
         rank_sets |= set(gradient_plan(pending, bound).rank_sets())
     groups.ensure_groups(sorted(rank_sets), plan.inputs.subgroups)
-
-
-def _pending(parameter: HDSpec, inputs: HDSpec) -> HDSpec:
-    """Return the spec in which a parameter's gradient comes: a term of every rank that has its own part of the inputs."""
-    cut = {
-        (group.ranks, axis)
-        for group in inputs.subgroups
-        for axis, placement in enumerate(group.placements)
-        if checks.is_cut(placement)
-    }
-    groups_ = [
-        g.with_placements(
-            [Partial() if (g.ranks, i) in cut else p for i, p in enumerate(g.placements)]
-        )
-        for g in parameter.subgroups
-    ]
-    return parameter.replace(subgroups=tuple(groups_), top=Partial())
 
 
 def replace_plan(model: nn.Module, plan: ExpandedPlan) -> None:
@@ -202,66 +182,6 @@ def state_of(model: nn.Module) -> ParallelState:
             f"this {type(model).__name__} was not parallelized; call hdtensor.parallelize."
         )
     return state
-
-
-def distribute_batch(
-    model: nn.Module, batch: Any, *, keep_plain: Collection[str] = ("attention_mask",)
-) -> Any:
-    """Cut a batch as the model's plan says: dim 0, or dim 1, in the pipelines' shares, and dim 1 inside a stage with cp.
-
-    Args:
-        model: A parallelized model.
-        batch: A tensor, or a mapping, list or tuple of them; the same whole batch on every rank. Other
-            values pass.
-        keep_plain: Names in mappings that stay plain tensors. Hugging Face models read attention masks on
-            the host to see whether they mask at all; the model's forward takes their part by itself.
-
-    Returns:
-        The same structure of ``HDTensor``s.
-
-    Raises:
-        DisagreementError: On every rank, if the ranks' first batches differ: each rank must pass the whole batch, not a
-            part of its own as a distributed sampler gives. Later batches are not compared.
-    """
-    state = state_of(model)
-    spec = state.plan.inputs
-    if not state.is_batch_checked and communicates():
-        _check_same_batch(batch)
-        state.is_batch_checked = True
-    if state.plan.shared_sequences is not None:
-        return share_batch(model, state.plan, batch, keep_plain)
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return distribute_tensor(value, spec, src_data_rank=None)
-        if isinstance(value, Mapping):
-            return {k: v if k in keep_plain else cut(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(cut(v) for v in value)
-        return value
-
-    return cut(batch)
-
-
-def _check_same_batch(batch: Any) -> None:
-    """Compare a batch's shapes and checksums over all ranks."""
-
-    def facts(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            total = value.double().sum().item() if not value.is_complex() else 0.0
-            return (tuple(value.shape), str(value.dtype), repr(total))
-        if isinstance(value, Mapping):
-            return tuple((str(k), facts(v)) for k, v in value.items())
-        if isinstance(value, list | tuple):
-            return tuple(facts(v) for v in value)
-        return type(value).__name__
-
-    mine, problem = attempt(lambda: facts(batch))
-    require_alike(
-        "distribute_batch",
-        exchange("distribute_batch", mine, problem),
-        "Every rank passes the same whole batch; distribute_batch takes each rank's part.",
-    )
 
 
 @contextlib.contextmanager

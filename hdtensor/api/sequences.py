@@ -15,7 +15,7 @@ from hdtensor.api.context_parallel import Order
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.errors import PlanError
 from hdtensor.ops.attention.shares import block_sizes, order_of, padded_length
-from hdtensor.ops.attention.tiles import Span
+from hdtensor.ops.attention.tiles import Span, arranged
 from hdtensor.placements import checks
 from hdtensor.placements.spec import HDSpec
 from hdtensor.plan import ExpandedPlan
@@ -64,10 +64,7 @@ class _Shares:
             shape = list(value.shape)
             shape[dim] = missing
             value = torch.cat([value, value.new_full(shape, fill)], dim)
-        if self.order is None:
-            return value
-        rows = [value.narrow(dim, span.position, span.length) for span in self.order]
-        return torch.cat(rows, dim)
+        return arranged(value, self.order, dim)
 
     def cut(self, value: torch.Tensor) -> Any:
         """Distribute a tensor that is arranged."""
@@ -113,9 +110,9 @@ def share_batch(
         if isinstance(value, torch.Tensor) and value.ndim:
             if not shares.has_sequence(value):
                 return value if name in keep_plain else shares.cut_without_sequence(value)
-            arranged = _arranged(shares, value, name)
+            filled = _filled(shares, value, name)
             stays = name in keep_plain or (name == "position_ids" and value.shape[_BATCH] == 1)
-            return arranged if stays else shares.cut(arranged)
+            return filled if stays else shares.cut(filled)
         if isinstance(value, Mapping):
             return {k: cut(v, str(k)) for k, v in value.items()}
         if isinstance(value, list | tuple):
@@ -164,7 +161,7 @@ def _shift_labels(batch: dict[str, Any]) -> None:
     batch["labels"] = batch["shift_labels"]  # says that a loss is wanted; its values are not read
 
 
-def _arranged(shares: _Shares, value: torch.Tensor, name: str) -> torch.Tensor:
+def _filled(shares: _Shares, value: torch.Tensor, name: str) -> torch.Tensor:
     if name == "position_ids" and shares.padded > shares.length:
         more = torch.arange(1, shares.padded - shares.length + 1, device=value.device)
         value = torch.cat([value, value[:, -1:] + more], _SEQUENCE)
@@ -225,18 +222,3 @@ def _replace_mask(batch: Mapping[str, Any], cut_batch: dict[str, Any], shares: _
     ordered = shares.arrange(shares.arrange(mask, fill, 2), fill, 3)
     ordered._is_ordered = True  # type: ignore[attr-defined]
     cut_batch["attention_mask"] = ordered
-
-
-def restore_sequence(
-    model_plan: ExpandedPlan, tensor: torch.Tensor, length: int, dim: int
-) -> torch.Tensor:
-    """Return a plain whole tensor with its rows at their positions, without those that were filled up."""
-    padded = tensor.shape[dim]
-    sharing = model_plan.shared_sequences
-    if sharing is None:
-        return tensor
-    order = order_of(model_plan.inputs, padded, sharing.order)
-    if order is not None:
-        runs = sorted(order, key=lambda span: span.position)
-        tensor = torch.cat([tensor.narrow(dim, s.offset, s.length) for s in runs], dim)
-    return tensor.narrow(dim, 0, length)

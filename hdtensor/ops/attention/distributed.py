@@ -21,7 +21,16 @@ from hdtensor.ops.attention.layout import (
     spans_of,
 )
 from hdtensor.ops.attention.ring import Block, Ring, ring_backward, ring_forward
-from hdtensor.ops.attention.tiles import Span, Tile, causal_tiles, length_of, natural, whole_tile
+from hdtensor.ops.attention.tiles import (
+    Span,
+    Tile,
+    arranged,
+    causal_tiles,
+    in_order,
+    length_of,
+    natural,
+    whole_tile,
+)
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.generate import empty_like_local
 from hdtensor.ops.registry import call, events, is_hdtensor, wrap
@@ -75,7 +84,7 @@ def forward(q: Any, k: Any, v: Any, mask: Any, how: How) -> tuple[Any, Any]:
             out, lse = ring_forward(_ring(layout, how), locals_[0], locals_[1:], mask, how.scale)
     else:
         tiles, order = _tiles(layout, how)
-        keys, values = (_in_order(x, order) for x in locals_[1:])
+        keys, values = (in_order(x, order, SEQUENCE) for x in locals_[1:])
         out, lse = attend(locals_[0], keys, values, tiles, mask, how.scale)
     return wrap(out.to(q.dtype), layout.out), wrap(lse, _with_dtype(layout.lse, lse.dtype))
 
@@ -131,9 +140,9 @@ def _local_grads(
         return ring_backward(ring, local_grad, locals_, found, mask, how.scale)
     tiles, order = _tiles(layout, how)
     q, k, v = locals_
-    inputs = (q, _in_order(k, order), _in_order(v, order))
+    inputs = (q, in_order(k, order, SEQUENCE), in_order(v, order, SEQUENCE))
     grad_q, grad_k, grad_v = attend_backward(local_grad, inputs, found, tiles, mask, how.scale)
-    return grad_q, _out_of_order(grad_k, order), _out_of_order(grad_v, order)
+    return grad_q, arranged(grad_k, order, SEQUENCE), arranged(grad_v, order, SEQUENCE)
 
 
 def _layout(q: Any, k: Any, v: Any, how: How) -> AttentionLayout:
@@ -199,19 +208,6 @@ def _tiles(layout: AttentionLayout, how: How) -> tuple[tuple[Tile, ...], tuple[S
         return tiles_of(rows, keys, how), None
     # In the sequence's order the keys before a row are one run, and one tile, instead of one for each rank.
     return causal_tiles(rows, natural(length_of(keys))), keys
-
-
-def _in_order(x: torch.Tensor, order: tuple[Span, ...] | None) -> torch.Tensor:
-    if order is None:
-        return x
-    runs = sorted(order, key=lambda span: span.position)
-    return torch.cat([x[:, :, s.offset : s.offset + s.length] for s in runs], SEQUENCE)
-
-
-def _out_of_order(x: torch.Tensor, order: tuple[Span, ...] | None) -> torch.Tensor:
-    if order is None:
-        return x
-    return torch.cat([x[:, :, s.position : s.position + s.length] for s in order], SEQUENCE)
 
 
 def _ring(layout: AttentionLayout, how: How) -> Ring:

@@ -13,6 +13,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
+
 
 class Span(NamedTuple):
     """Consecutive rows of a tensor that are consecutive in the sequence.
@@ -166,3 +168,18 @@ def held(order: Sequence[Span], runs: Iterable[tuple[int, int]]) -> tuple[Span, 
                 out.append(Span(offset + a - start, span.position + a - span.offset, b - a))
         offset += stop - start
     return _merged(out)
+
+
+def arranged(x: torch.Tensor, order: Sequence[Span] | None, dim: int) -> torch.Tensor:
+    """Return a tensor whose rows are put in an order; the tensor itself for None."""
+    if order is None:
+        return x
+    return torch.cat([x.narrow(dim, s.position, s.length) for s in order], dim)
+
+
+def in_order(x: torch.Tensor, order: Sequence[Span] | None, dim: int) -> torch.Tensor:
+    """Return a tensor whose rows are at their positions again: ``arranged``'s inverse."""
+    if order is None:
+        return x
+    runs = sorted(order, key=lambda span: span.position)
+    return torch.cat([x.narrow(dim, s.offset, s.length) for s in runs], dim)
