@@ -49,7 +49,7 @@ def block_sizes(spec: HDSpec, length: int) -> tuple[int, ...] | None:
     """Return the extents of the top tier's blocks of a sequence, in whole units where the length is.
 
     >>> block_sizes(HDSpec.from_text("S1[2:1] / 0,1:S1 2:R"), 14)
-    (10, 4)
+    (8, 6)
 
     Args:
         spec: Spec of a batch.
