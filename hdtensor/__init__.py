@@ -8,13 +8,15 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hdtensor import debug, elastic, ops
 from hdtensor._rank import as_rank, current_rank
+from hdtensor.api.batches import distribute_batch, restore_sequence
 from hdtensor.api.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from hdtensor.api.collect import full_tensor, item
+from hdtensor.api.context_parallel import context_parallel
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import from_dtensor, from_local
 from hdtensor.api.local_map import local_map
-from hdtensor.api.parallelize import distribute_batch, no_sync, parallelize, sync_gradients
+from hdtensor.api.parallelize import no_sync, parallelize, sync_gradients
 from hdtensor.checkpoint.gather import full_state_dict
 from hdtensor.checkpoint.hugging_face import load_hf, save_hf
 from hdtensor.checkpoint.save_load import load_checkpoint, save_checkpoint
@@ -68,6 +70,7 @@ __all__ = [
     "as_rank",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
+    "context_parallel",
     "current_rank",
     "debug",
     "distribute_batch",
@@ -89,6 +92,7 @@ __all__ = [
     "parallelize",
     "plan_switch",
     "resolve",
+    "restore_sequence",
     "save_checkpoint",
     "save_hf",
     "simulate",

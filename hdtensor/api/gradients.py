@@ -13,12 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Partial
 
 from hdtensor._torch_compat import at_backward_end, backward_id
 from hdtensor.collectives import observe
 from hdtensor.errors import PlanError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import wrap
+from hdtensor.placements import HDSpec, checks
 from hdtensor.placements.layout import contiguous_stride
 from hdtensor.redistribute.execute import execute_many
 from hdtensor.redistribute.resolve import resolve
@@ -135,6 +137,23 @@ def gradient_plan(grad: BoundSpec, parameter: BoundSpec) -> RedistributePlan:
         src_top_sizes=grad.top_sizes,
         dst_top_sizes=parameter.top_sizes,
     )
+
+
+def pending_spec(parameter: HDSpec, inputs: HDSpec) -> HDSpec:
+    """Return the spec in which a parameter's gradient comes: a term of every rank that has its own part of the inputs."""
+    cut = {
+        (group.ranks, axis)
+        for group in inputs.subgroups
+        for axis, placement in enumerate(group.placements)
+        if checks.is_cut(placement)
+    }
+    groups_ = [
+        g.with_placements(
+            [Partial() if (g.ranks, i) in cut else p for i, p in enumerate(g.placements)]
+        )
+        for g in parameter.subgroups
+    ]
+    return parameter.replace(subgroups=tuple(groups_), top=Partial())
 
 
 def _home(parameter: BoundSpec, dtype: torch.dtype) -> BoundSpec:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Partial
 from torch.utils.hooks import RemovableHandle
 
 from hdtensor._rank import is_played
 from hdtensor.api import local_modules as local, points, regions
-from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
+from hdtensor.api.agreement import exchange
 from hdtensor.api.changes import Upkeep, make_copyable, own_forward
-from hdtensor.api.distribute import distribute_tensor
-from hdtensor.api.gradients import GradientSync, gradient_plan, paused
+from hdtensor.api.context_parallel import share_sequences
+from hdtensor.api.gradients import GradientSync, gradient_plan, paused, pending_spec
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import prepare_groups
 from hdtensor.api.parameters import device_of, distribute_parameters, initialize
+from hdtensor.api.sequences import order_in
 from hdtensor.collectives import groups
 from hdtensor.errors import DisagreementError, PlanError
 from hdtensor.ops.bound import BoundSpec
@@ -44,6 +44,7 @@ class ParallelState:
         local: Modules that do.
         regions: Modules that run as a whole, see ``api.regions``.
         hooks: The plan's redistribute points.
+        restores: Give modules whose attention shares sequences their own forwards back.
         is_batch_checked: Whether a batch was compared over all ranks.
         depth: How many calls of the model's forward are running.
         upkeep: Notices that the model's parameters are others.
@@ -57,6 +58,7 @@ class ParallelState:
     local: list[local.LocalModule] = field(default_factory=list)
     regions: list[regions.Region] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
+    restores: list[Callable[[], None]] = field(default_factory=list)
     is_batch_checked: bool = False
     depth: int = 0
     upkeep: Upkeep = field(init=False)
@@ -157,6 +159,8 @@ def _remove(state: ParallelState) -> None:
         hook.remove()
     for region in state.regions:
         region.remove()
+    for restore in state.restores:
+        restore()
 
 
 def prepare_plan(model: nn.Module, plan: ExpandedPlan) -> None:
@@ -173,7 +177,7 @@ def prepare_plan(model: nn.Module, plan: ExpandedPlan) -> None:
     rank_sets: set[tuple[int, ...]] = set()
     for name, parameter in model.named_parameters():
         bound = BoundSpec.bind(plan.tensors[name], parameter.shape, None, parameter.dtype)
-        pending = bound.with_spec(bound.spec.replace(top=Partial()))
+        pending = bound.with_spec(pending_spec(bound.spec, plan.inputs))
         rank_sets |= set(gradient_plan(pending, bound).rank_sets())
     groups.ensure_groups(sorted(rank_sets), plan.inputs.subgroups)
 
@@ -193,6 +197,12 @@ def replace_plan(model: nn.Module, plan: ExpandedPlan) -> None:
 def _install(model: nn.Module, state: ParallelState) -> None:
     """Place what depends on the plan: redistribute points, and regions inside of them."""
     state.hooks = points.place(model, state.plan)
+    sharing = state.plan.shared_sequences
+    state.restores = []
+    if sharing is not None:
+        order = order_in(state.plan)
+        modules = [model.get_submodule(name) for name in sharing.modules]
+        state.restores = [share_sequences(module, sharing.method, order) for module in modules]
     if state.use_regions:
         description = ModelDescription.from_module(model)
         state.regions = regions.install(model, description, state.sync)
@@ -210,64 +220,6 @@ def state_of(model: nn.Module) -> ParallelState:
             f"this {type(model).__name__} was not parallelized; call hdtensor.parallelize."
         )
     return state
-
-
-def distribute_batch(
-    model: nn.Module, batch: Any, *, keep_plain: Collection[str] = ("attention_mask",)
-) -> Any:
-    """Cut a batch as the model's plan says: dim 0 in the pipelines' shares.
-
-    Args:
-        model: A parallelized model.
-        batch: A tensor, or a mapping, list or tuple of them; the same whole batch on every rank. Other
-            values pass.
-        keep_plain: Names in mappings that stay plain tensors. Hugging Face models read attention masks on
-            the host to see whether they mask at all; the model's forward takes their part by itself.
-
-    Returns:
-        The same structure of ``HDTensor``s.
-
-    Raises:
-        DisagreementError: On every rank, if the ranks' first batches differ: each rank must pass the whole batch, not a
-            part of its own as a distributed sampler gives. Later batches are not compared.
-    """
-    state = state_of(model)
-    spec = state.plan.inputs
-    if not state.is_batch_checked and communicates():
-        _check_same_batch(batch)
-        state.is_batch_checked = True
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return distribute_tensor(value, spec, src_data_rank=None)
-        if isinstance(value, Mapping):
-            return {k: v if k in keep_plain else cut(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(cut(v) for v in value)
-        return value
-
-    return cut(batch)
-
-
-def _check_same_batch(batch: Any) -> None:
-    """Compare a batch's shapes and checksums over all ranks."""
-
-    def facts(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            total = value.double().sum().item() if not value.is_complex() else 0.0
-            return (tuple(value.shape), str(value.dtype), repr(total))
-        if isinstance(value, Mapping):
-            return tuple((str(k), facts(v)) for k, v in value.items())
-        if isinstance(value, list | tuple):
-            return tuple(facts(v) for v in value)
-        return type(value).__name__
-
-    mine, problem = attempt(lambda: facts(batch))
-    require_alike(
-        "distribute_batch",
-        exchange("distribute_batch", mine, problem),
-        "Every rank passes the same whole batch; distribute_batch takes each rank's part.",
-    )
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from hdtensor.plan.expanded import ExpandedPlan, RedistributePoint
 from hdtensor.plan.families import BUILT_IN_PATTERNS, LLAMA_PATTERNS, VOCAB_PARALLEL
 from hdtensor.plan.model import ModelDescription, ParameterDescription
 from hdtensor.plan.patterns import Pattern, Role
+from hdtensor.plan.sequences import SharedSequences
 from hdtensor.plan.stages import About, Pipeline, Stage, Uniform
 from hdtensor.plan.strategy import StrategyPlan
 
@@ -22,6 +23,7 @@ __all__ = [
     "Pipeline",
     "RedistributePoint",
     "Role",
+    "SharedSequences",
     "Stage",
     "StrategyPlan",
     "Uniform",

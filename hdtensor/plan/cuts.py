@@ -58,19 +58,30 @@ def placement(use: Use, stage: Stage, model: ModelDescription) -> Placement:
     return StridedShard(dim, split_factor=pieces)
 
 
-def stage_group(stage: Stage, along_tp: Placement | None = None) -> Subgroup:
+def is_cut(use: Use, stages: Sequence[Stage], model: ModelDescription) -> bool:
+    """Return whether some stage that uses the parameter cuts it."""
+    return any(checks.is_cut(placement(use, stage, model)) for stage in stages)
+
+
+def stage_group(
+    stage: Stage, along_tp: Placement | None = None, along_cp: Placement | None = None
+) -> Subgroup:
     """Return a stage's ranks as a subgroup: the one place that knows the axes of its mesh.
+
+    cp is the outer axis, tp the inner one; an axis of one rank is left out, if the other is not.
 
     Args:
         stage: The stage.
         along_tp: Placement along the tp axis; default ``Replicate()``.
+        along_cp: Placement along the cp axis; default ``Replicate()``.
     """
-    return Subgroup(stage.ranks, (Replicate() if along_tp is None else along_tp,))
-
-
-def is_cut(use: Use, stages: Sequence[Stage], model: ModelDescription) -> bool:
-    """Return whether some stage that uses the parameter cuts it."""
-    return any(checks.is_cut(placement(use, stage, model)) for stage in stages)
+    axes = [
+        (degree, Replicate() if placement is None else placement)
+        for degree, placement in ((stage.cp, along_cp), (stage.tp, along_tp))
+        if degree > 1
+    ] or [(1, Replicate())]
+    shape, placements = zip(*axes, strict=True)
+    return Subgroup(stage.ranks, placements, shape)
 
 
 def one_placement(uses: Sequence[Use], stage: Stage, model: ModelDescription) -> Placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
 
@@ -15,6 +16,12 @@ from hdtensor.plan.expanded import ExpandedPlan
 from hdtensor.plan.families import VOCAB_PARALLEL
 from hdtensor.plan.model import ModelDescription
 from hdtensor.plan.patterns import Pattern
+from hdtensor.plan.sequences import (
+    SharedSequences,
+    Split,
+    attention_modules,
+    shares_sequences,
+)
 from hdtensor.plan.sites import Site, Use, find_uses, stages_at
 from hdtensor.plan.stages import Pipeline
 from hdtensor.plan.validate import check_executable
@@ -27,12 +34,14 @@ def expand_strategy(
     patterns: Sequence[Pattern] = (),
     *,
     sequence_parallel: bool = False,
+    split: Split = "batch",
+    sharing: SharedSequences | None = None,
 ) -> ExpandedPlan:
     """Return the spec of every parameter, of the batch, and of the points between.
 
     Top tier: a parameter has one subgroup in each pipeline, the stage that uses it (``find_uses``),
     and is replicated over them (Sec. 4.2); a tied weight has one per use. Bottom tier: by ``Role``.
-    The batch is cut over the pipelines in proportion to their shares.
+    The batch, or every sequence, is cut over the pipelines in proportion to their shares.
 
     Args:
         pipelines: Checked pipelines (``check_pipelines``).
@@ -40,6 +49,8 @@ def expand_strategy(
         model: What to spread.
         patterns: Rules before the built-in ones (``plan.families``).
         sequence_parallel: Cut hidden states between blocks on the sequence, over the tp axis.
+        split: What the pipelines' shares are parts of.
+        sharing: Method and order where ranks share sequences.
 
     Raises:
         PlanError: If the pipelines do not fit the model.
@@ -56,17 +67,31 @@ def expand_strategy(
         name: _parameter_spec(pipelines, model, group, specs)
         for name, group in by_parameter.items()
     }
-    activation = functools.cache(functools.partial(activation_spec, pipelines))
+    activation = functools.cache(functools.partial(activation_spec, pipelines, split=split))
     matched = {use.first_name for use in uses if use.is_matched}
     return ExpandedPlan(
         tensors=tensors,
-        inputs=activation_spec(pipelines, (0,) * len(pipelines)),
-        labels=activation_spec(pipelines, tuple(len(p.stages) - 1 for p in pipelines)),
+        inputs=activation((0,) * len(pipelines)),
+        labels=activation(tuple(len(p.stages) - 1 for p in pipelines)),
         points=tuple(find_points(pipelines, model, uses, activation, sequence_parallel)),
         zero=zero,
         replicated_kv=replicated_kv(pipelines, model, uses),
         unmatched=tuple(name for name in tensors if name not in matched),
+        shared_sequences=_shared_sequences(pipelines, model, uses, split, sharing),
     )
+
+
+def _shared_sequences(
+    pipelines: Sequence[Pipeline],
+    model: ModelDescription,
+    uses: Sequence[Use],
+    split: Split,
+    sharing: SharedSequences | None,
+) -> SharedSequences | None:
+    if not shares_sequences(pipelines, split):
+        return None
+    modules = attention_modules(model, uses)
+    return dataclasses.replace(sharing or SharedSequences(), modules=modules)
 
 
 def _check_patterns(patterns: Sequence[Pattern], model: ModelDescription) -> None:
@@ -81,20 +106,23 @@ def _check_patterns(patterns: Sequence[Pattern], model: ModelDescription) -> Non
 
 
 def activation_spec(
-    pipelines: Sequence[Pipeline], site: Site, *, sequence_parallel: bool = False
+    pipelines: Sequence[Pipeline],
+    site: Site,
+    split: Split = "batch",
+    *,
+    sequence_parallel: bool = False,
 ) -> HDSpec:
-    """Return the spec of hidden states at a site: the batch in shares.
+    """Return the spec of hidden states at a site: batch or sequence in shares, the sequence cut over each stage's cp.
 
-    Inside each stage they are whole; between blocks, under sequence parallelism, cut on the sequence.
+    Between blocks, under sequence parallelism, it is cut over tp too.
     """
     samples = [pipeline.samples for pipeline in pipelines]
     known = [part for part in samples if part is not None]
     along_tp = Shard(1) if sequence_parallel else None
     subgroups = [
-        stage_group(stage, along_tp if stage.tp > 1 else None)
-        for stage in stages_at(pipelines, site)
+        stage_group(stage, along_tp, along_cp=Shard(1)) for stage in stages_at(pipelines, site)
     ]
-    return HDSpec(subgroups, Shard(0), known or None)
+    return HDSpec(subgroups, Shard(0 if split == "batch" else 1), known or None)
 
 
 def _parameter_spec(

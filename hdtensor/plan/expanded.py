@@ -17,13 +17,23 @@ from hdtensor.plan import fields, table
 from hdtensor.plan.annotation import VERSION, AnnotationPlan
 from hdtensor.plan.model import ModelDescription
 from hdtensor.plan.patterns import Pattern
+from hdtensor.plan.sequences import SharedSequences
 from hdtensor.plan.validate import some_ranks_text
 
 
 if TYPE_CHECKING:
     from torch import nn
 
-_KEYS = ("tensors", "inputs", "labels", "points", "zero", "replicated_kv", "unmatched")
+_KEYS = (
+    "tensors",
+    "inputs",
+    "labels",
+    "points",
+    "zero",
+    "replicated_kv",
+    "unmatched",
+    "shared_sequences",
+)
 _POINT_KEYS = ("module", "side", "kind", "spec")
 _RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
 #: Ranks in all different specs of one file; a text such as "0-999999:R" is short for many.
@@ -61,13 +71,14 @@ class ExpandedPlan(AnnotationPlan):
 
     Attributes:
         tensors: Parameter name -> spec, in the model's order.
-        inputs: Spec of the model's inputs: dim 0 in shares, on each pipeline's first stage.
+        inputs: Spec of the model's inputs: dim 0, or dim 1, in shares, on each pipeline's first stage.
         labels: Spec of what the last stage needs: the same cut on each pipeline's last stage.
         points: Where hidden states are redistributed, in the order of the layers.
         zero: ZeRO stage that optimizer states, gradients and parameters are meant to have.
         replicated_kv: Stages that hold k and v projections whole, since their tp does not divide
             the KV heads; paths such as ``pipelines[0].stages[1]``.
         unmatched: Parameters that no pattern names; they are replicated in their stages.
+        shared_sequences: How ranks share sequences, dim 1 of the inputs; None where they do not.
     """
 
     tensors: Mapping[str, HDSpec]
@@ -77,6 +88,7 @@ class ExpandedPlan(AnnotationPlan):
     zero: int = 0
     replicated_kv: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
+    shared_sequences: SharedSequences | None = None
 
     def __post_init__(self) -> None:
         tensors = dict(fields.check_object("tensors", self.tensors))
@@ -87,7 +99,7 @@ class ExpandedPlan(AnnotationPlan):
             _check_spec(tensor_path(name), spec)
         for name, spec in (("inputs", self.inputs), ("labels", self.labels)):
             _check_spec(name, spec)
-            _check_batch_spec(name, spec)
+            _check_batch_spec(name, spec, self.shared_sequences is not None)
         if _cut(self.inputs) != _cut(self.labels):
             raise PlanError(
                 f"labels: must be cut as inputs are, {self.inputs}, got {self.labels}; the ranks "
@@ -106,7 +118,8 @@ class ExpandedPlan(AnnotationPlan):
         set_(self, "unmatched", _texts("unmatched", self.unmatched))
 
     def __hash__(self) -> int:
-        return hash((tuple(self.tensors.items()), self.inputs, self.labels, self.points))
+        parts = (self.inputs, self.labels, self.points, self.shared_sequences)
+        return hash((tuple(self.tensors.items()), *parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ExpandedPlan.from_dict, (self.to_dict(),)
@@ -134,6 +147,7 @@ class ExpandedPlan(AnnotationPlan):
             zero=value.get("zero", 0),
             replicated_kv=value.get("replicated_kv", ()),
             unmatched=value.get("unmatched", ()),
+            shared_sequences=_sharing(value.get("shared_sequences")),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,6 +167,8 @@ class ExpandedPlan(AnnotationPlan):
         for name in ("replicated_kv", "unmatched"):
             if getattr(self, name):
                 out[name] = list(getattr(self, name))
+        if self.shared_sequences is not None:
+            out["shared_sequences"] = fields.encode(self.shared_sequences)
         return out
 
     def expand(
@@ -292,10 +308,21 @@ def _fault(spec: HDSpec) -> str | None:
     return None
 
 
-def _check_batch_spec(field: str, spec: HDSpec) -> None:
-    cuts_batch = isinstance(spec.top, Shard) and spec.top.dim == 0
-    if spec.num_subgroups > 1 and not cuts_batch:
-        raise PlanError(f"{field}: the top placement must be S0, the batch, got {spec}.")
+def _check_batch_spec(field: str, spec: HDSpec, shares_sequences: bool) -> None:
+    dim = spec.top.dim if isinstance(spec.top, Shard) else None
+    if spec.num_subgroups > 1 and dim != 0 and not (dim == 1 and shares_sequences):
+        raise PlanError(
+            f"{field}: the top placement must be S0, the batch (or S1, the sequence, in a plan with "
+            f"shared_sequences), got {spec}."
+        )
+
+
+def _sharing(value: Any) -> SharedSequences | None:
+    if value is None:
+        return None
+    value = fields.check_object("shared_sequences", value)
+    with fields.at("shared_sequences"):
+        return fields.decode(SharedSequences, value)
 
 
 def _cut(spec: HDSpec) -> tuple[int, tuple[int, ...] | None]:

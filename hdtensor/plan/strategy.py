@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from hdtensor.errors import PlanError
 from hdtensor.plan import fields, table
@@ -13,6 +13,14 @@ from hdtensor.plan.annotation import VERSION, AnnotationPlan
 from hdtensor.plan.expand import expand_strategy
 from hdtensor.plan.model import ModelDescription
 from hdtensor.plan.patterns import Pattern, as_patterns
+from hdtensor.plan.sequences import (
+    Method,
+    Order,
+    SharedSequences,
+    Split,
+    check_choice,
+    shares_sequences,
+)
 from hdtensor.plan.stages import About, Pipeline, Uniform
 from hdtensor.plan.validate import check_pipelines, check_world, uniform_pipelines
 
@@ -23,7 +31,15 @@ if TYPE_CHECKING:
     from hdtensor.plan.expanded import ExpandedPlan
 
 _ABOUT = tuple(field.name for field in dataclasses.fields(About))
-_OWN = ("pipelines", "uniform", "zero", "sequence_parallel")
+_OWN = (
+    "pipelines",
+    "uniform",
+    "zero",
+    "sequence_parallel",
+    "split",
+    "context_parallel",
+    "sequence_order",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +60,9 @@ class StrategyPlan(AnnotationPlan):
         uniform: The degrees of a uniform plan, or None.
         zero: ZeRO stage of optimizer states, gradients and parameters, 0 to 3.
         sequence_parallel: Cut hidden states between blocks on the sequence, over each stage's tp axis.
+        split: What the pipelines' shares are parts of: the batch, or every sequence.
+        context_parallel: How attention brings keys to ranks that share a sequence inside a stage.
+        sequence_order: Which part of a sequence a rank takes: see ``SharedSequences``.
         about: What the plan says of itself; in JSON its fields stand beside the others.
     """
 
@@ -51,6 +70,9 @@ class StrategyPlan(AnnotationPlan):
     uniform: Uniform | None = None
     zero: int = 0
     sequence_parallel: bool = False
+    split: Split = "batch"
+    context_parallel: Method = "all_gather"
+    sequence_order: Order = "contiguous"
     about: About = About()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
@@ -69,6 +91,25 @@ class StrategyPlan(AnnotationPlan):
         object.__setattr__(self, "zero", fields.check_int("zero", self.zero, 0, 3))
         fields.check_bool("sequence_parallel", self.sequence_parallel)
         check_pipelines(pipelines)
+        self._check_sharing()
+
+    def _check_sharing(self) -> None:
+        """Raise on unknown words, and on an order that no rank would follow."""
+        check_choice("split", self.split, get_args(Split))
+        check_choice("context_parallel", self.context_parallel, get_args(Method))
+        check_choice("sequence_order", self.sequence_order, get_args(Order))
+        has_cp = self.uniform is not None and self.uniform.cp > 1
+        if has_cp or shares_sequences(self.pipelines, self.split):
+            return
+        for field, value, default in (
+            ("context_parallel", self.context_parallel, "all_gather"),
+            ("sequence_order", self.sequence_order, "contiguous"),
+        ):
+            if value != default:
+                raise PlanError(
+                    f"{field}: {value!r} is for ranks that share sequences, and none do: give a stage "
+                    f"cp > 1, or the plan split 'sequence'."
+                )
 
     @classmethod
     def from_fields(cls, value: Mapping[str, Any]) -> Self:
@@ -106,17 +147,20 @@ class StrategyPlan(AnnotationPlan):
 
         Raises:
             PlanError: If the layers, the heads or a pattern do not fit the model, or if the plan
-                asks for context, expert or sequence parallelism, which this version cannot run.
+                asks for expert or sequence parallelism, which this version cannot run.
         """
         if not isinstance(model, ModelDescription):
             model = ModelDescription.from_module(model)
         pipelines = self.with_pipelines(model.num_layers).pipelines
+        sharing = SharedSequences(method=self.context_parallel, order=self.sequence_order)
         return expand_strategy(
             pipelines,
             self.zero,
             model,
             as_patterns(patterns),
             sequence_parallel=self.sequence_parallel,
+            split=self.split,
+            sharing=sharing,
         )
 
     def with_pipelines(self, num_layers: int, *, world_size: int | None = None) -> StrategyPlan:

@@ -27,6 +27,8 @@ def strategy_table(plan: StrategyPlan, world_size: int | None) -> str:
         facts = [pipelines, *facts, _count(plan.num_layers, "layer")]
     if plan.zero:
         facts.append(f"zero {plan.zero}")
+    if plan.split == "sequence":
+        facts.append("shares of every sequence")
     title = f"plan {plan.about.label!r}" if plan.about.label is not None else "plan"
     lines = [f"{title}: {', '.join(facts)}"]
     if plan.uniform is not None:
@@ -61,6 +63,10 @@ def expanded_table(plan: ExpandedPlan, world_size: int | None) -> str:
     num_tp = sum(point.kind == "tp" for point in plan.points)
     if num_tp:
         lines.append(f"tp points: {num_tp}")
+    sharing = plan.shared_sequences
+    if sharing is not None:
+        modules = _count(len(sharing.modules), "module")
+        lines.append(f"shared sequences: {sharing.method}, {sharing.order}, in {modules}")
     if plan.replicated_kv:
         lines.append(f"k and v projections replicated in: {', '.join(plan.replicated_kv)}")
     if plan.unmatched:

@@ -67,16 +67,15 @@ def check_executable(pipelines: Sequence[Pipeline]) -> None:
     """Raise if a stage asks for parallelism that this version cannot run.
 
     Raises:
-        PlanError: On context or expert parallelism.
+        PlanError: On expert parallelism.
     """
     for p, pipeline in enumerate(pipelines):
         for s, stage in enumerate(pipeline.stages):
-            for field, degree in (("cp", stage.cp), ("ep", stage.ep)):
-                if degree > 1:
-                    raise PlanError(
-                        f"{stage_path(p, s)}.{field}: {degree} is valid in a plan, but this "
-                        f"version runs {field} = 1 only. Use tp, or more pipelines."
-                    )
+            if stage.ep > 1:
+                raise PlanError(
+                    f"{stage_path(p, s)}.ep: {stage.ep} is valid in a plan, but this "
+                    f"version runs ep = 1 only. Use tp, cp, or more pipelines."
+                )
 
 
 def uniform_pipelines(uniform: Uniform, num_layers: int) -> tuple[Pipeline, ...]:

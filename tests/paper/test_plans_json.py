@@ -155,14 +155,14 @@ def test_uniform_plan_expands_unless_it_asks_for_what_cannot_run(document):
     assert AnnotationPlan.from_json(plan.to_json()) == plan
     degrees = document["uniform"]
     model = MODELS[document["model"]]()
-    for field in ("sp", "cp"):
-        if degrees.get(field, 1) > 1:
-            with pytest.raises(PlanError, match=rf"\.{field}: {degrees[field]} is valid in a plan"):
-                plan.expand(model)
-            return
+    if degrees.get("sp", 1) > 1:
+        with pytest.raises(PlanError, match=rf"\.sp: {degrees['sp']} is valid in a plan"):
+            plan.expand(model)
+        return
+    size = degrees["tp"] * degrees.get("cp", 1)
     expanded = plan.expand(model)
-    assert len(expanded.ranks) == degrees["dp"] * degrees["tp"] * degrees["pp"]
+    assert len(expanded.ranks) == degrees["dp"] * size * degrees["pp"]
     assert expanded.inputs.num_subgroups == degrees["dp"]
-    assert {len(g.ranks) for s in expanded.tensors.values() for g in s.subgroups} == {degrees["tp"]}
+    assert {len(g.ranks) for s in expanded.tensors.values() for g in s.subgroups} == {size}
     points = [point for point in expanded.points if point.kind == "stage"]
     assert len(points) == degrees["pp"] - 1

@@ -223,7 +223,7 @@ def test_heads_are_not_asked_for_where_nothing_is_cut():
     assert text(alone.expand(model), "model.norm.weight") == "R / 0:R"
 
 
-@pytest.mark.parametrize("field", ["cp", "ep"])
+@pytest.mark.parametrize("field", ["ep"])
 def test_parallelism_that_cannot_run_yet_is_refused(field):
     stage = Stage(ranks=(0, 1), layers=(0, 3), **{field: 2})
     plan = StrategyPlan(pipelines=(Pipeline(stages=(stage,)),))
