@@ -98,10 +98,11 @@ def order_of(
     if checks.shard_dim(spec.top) == _DIM:
         blocks = sorted({run for rank in spec.ranks for run in _runs(spec, length, rank)})
     else:
-        each = [
+        each: list[set[tuple[int, int]]] = [
             {run for rank in g.ranks for run in _runs(spec, length, rank)} for g in spec.subgroups
         ]
-        blocks = sorted(max(each, key=lambda runs: len(runs)))
+        most = max(len(runs) for runs in each)
+        blocks = sorted(next(runs for runs in each if len(runs) == most))
     return zigzag([stop - start for start, stop in blocks])
 
 
