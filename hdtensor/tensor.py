@@ -304,7 +304,7 @@ class HDTensor(torch.Tensor):
         """
         raise DeductionError(f"dlpack of {self!r}: pass t.to_local() or t.full_tensor() on.")
 
-    # -- torch protocols ----------------------------------------------------------------------------
+    # -- torch protocols; those of its checkpoints are at the end -----------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], BoundSpec]:
         return ["_local_tensor"], self._spec
@@ -341,8 +341,6 @@ class HDTensor(torch.Tensor):
             self.requires_grad,
             isinstance(self, torch.nn.Parameter),
         )
-
-    # torch.distributed.checkpoint; see checkpoint.protocol.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         return protocol.write_items(self, fqn)

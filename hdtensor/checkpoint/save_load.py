@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -142,7 +143,10 @@ def _pack(extra: Mapping[str, Any]) -> bytes:
 def _converted(function: str) -> Iterator[None]:
     """Raise torch's error, which is the same on every rank, as ours."""
     try:
-        yield
+        with warnings.catch_warnings():
+            # One process is what the caller has, and knows.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
     except CheckpointException as error:
         failures = {rank: describe(met[0]) for rank, met in error.failures.items()}
         raise CheckpointError(f"{function}: {listing(failures)}") from error
