@@ -124,12 +124,8 @@ class Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module in the best way known for these inputs."""
-        if _suspended[0] or torch.compiler.is_compiling() or self._is_hooked():
+        if self._must_stay_out():
             return self.forward(*args, **kwargs)
-        if has_saved_tensor_hooks():
-            # A checkpoint repeats this forward later and must save the same tensors, whatever was learnt in between.
-            with _op_by_op():
-                return self.forward(*args, **kwargs)
         inputs: list[HDTensor] = []
         key = (
             self.module.training,
@@ -158,6 +154,18 @@ class Region:
                     return skip(layout, inputs, outs, self._held, self._note_skipped)
                 return self._run(layout, args, kwargs, outs)
         return self._learn(layout, args, kwargs, inputs)
+
+    def _must_stay_out(self) -> bool:
+        """Whether the module runs op by op whatever is known of it.
+
+        A checkpoint repeats a forward later and must save the same tensors, whatever was learnt in between.
+        """
+        return (
+            _suspended[0]
+            or torch.compiler.is_compiling()
+            or has_saved_tensor_hooks()
+            or self._is_hooked()
+        )
 
     def _is_hooked(self) -> bool:
         """Whether somebody's hooks inside want to see what the module would hide.
