@@ -1,8 +1,8 @@
 """Parallelized models that are changed or copied afterwards.
 
-Parametrizations, ``load_state_dict(assign=True)`` and the like give a module other parameters, and ``module.to(dtype)``
-gives them another dtype. Such changes are counted where they happen (``registry.changes``); the next call of the model
-looks at its parameters again. A copy of a model gets hooks, regions and gradient synchronisation of its own.
+Parametrizations, ``load_state_dict(assign=True)`` and the like give a module other parameters; torch counts them for us
+(``registry.changes``). ``module.to(dtype)`` swaps what is inside of parameters, which so lose their hooks. Where either
+shows, the next call of the model looks at its parameters again. A copy of a model gets hooks, regions and gradient synchronisation of its own.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ class Upkeep:
         self.sync = sync
         self.seen = changes[0]
         self._facts = _facts(model)
+
+    def is_current(self) -> bool:
+        """Return whether nothing was changed since the last look."""
+        return self.seen == changes[0] and self.sync.is_current()
 
     def look(self, model: nn.Module, reinstall: Callable[[], None]) -> None:
         """Watch the model's present parameters; call ``reinstall`` if they are others or elsewhere.

@@ -45,6 +45,8 @@ class GradientSync:
         self._waiting: dict[int, torch.Tensor] = {}
         self._backward: int | None = None  # the backward at whose end ``flush`` is called
         self._order: dict[int, int] = {}
+        self._watched: list[HDTensor] = []
+        self._identities: list[int] = []
         self._accumulators: list[Any] = []
         self.watch(parameters)
 
@@ -53,11 +55,17 @@ class GradientSync:
         self.parameters = list(parameters)
         self._order = {id(p): i for i, p in enumerate(self.parameters)}
         self._accumulators = []  # first of all: torch poisons those of tensors that it swaps
-        self._accumulators = [
-            self._watch(p)
+        self._watched = [
+            p
             for p in self.parameters
             if isinstance(p, HDTensor) and (p.is_floating_point() or p.is_complex())
         ]
+        self._accumulators = [self._watch(p) for p in self._watched]
+        self._identities = [p._cdata for p in self._watched]
+
+    def is_current(self) -> bool:
+        """Return whether no parameter's inside was swapped (``torch.utils.swap_tensors``), which takes its hooks away."""
+        return [p._cdata for p in self._watched] == self._identities
 
     def __reduce__(self) -> Any:
         """Refuse: copies would still watch this model's parameters.
@@ -74,7 +82,12 @@ class GradientSync:
         """Have the engine call this object around accumulation, also if a frozen parameter thaws later."""
         needs_grad = parameter.requires_grad
         parameter.requires_grad_()
-        if self.note not in (parameter._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+        hooks: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if (
+            hooks is not None
+        ):  # what was swapped has the hooks, but does not call them until they are set again
+            parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+        if hooks is None or self.note not in hooks.values():
             parameter.register_post_accumulate_grad_hook(self.note)
         accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
         accumulator.register_prehook(functools.partial(self._make_way, parameter))

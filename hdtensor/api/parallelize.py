@@ -27,7 +27,6 @@ from hdtensor.api.sequences import order_in
 from hdtensor.collectives import groups
 from hdtensor.errors import DisagreementError, PlanError
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.registry import changes
 from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription, Pattern
 
 
@@ -293,7 +292,7 @@ def _accept_plain(model: nn.Module, state: ParallelState) -> None:
 
     @functools.wraps(forward)
     def accepting(*args: Any, **kwargs: Any) -> Any:
-        if state.upkeep.seen != changes[0]:
+        if not state.upkeep.is_current():
             state.upkeep.look(model, functools.partial(_reinstall, model, state))
         state.depth += 1
         try:

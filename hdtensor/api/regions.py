@@ -128,13 +128,8 @@ class Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module in the best way known for these inputs."""
-        # Inside a module that runs on plain tensors there is nothing left to do.
-        if points.running or _suspended[0] or torch.compiler.is_compiling() or self._is_hooked():
+        if self._must_stay_out():
             return self.forward(*args, **kwargs)
-        if saved_tensor_hooks() is not None:
-            # A checkpoint repeats this forward later and must save the same tensors, whatever was learnt in between.
-            with _op_by_op():
-                return self.forward(*args, **kwargs)
         inputs: list[HDTensor] = []
         key = (
             self.module.training,
@@ -162,6 +157,19 @@ class Region:
                     return skip(layout, inputs, outs, self._held, self._note_skipped)
                 return self._run(layout, args, kwargs, outs)
         return self._learn(layout, args, kwargs, inputs)
+
+    def _must_stay_out(self) -> bool:
+        """Whether the module runs op by op whatever is known of it; on plain tensors, if one around it does.
+
+        A checkpoint repeats a forward later and must save the same tensors, whatever was learnt in between.
+        """
+        return bool(
+            points.running
+            or _suspended[0]
+            or torch.compiler.is_compiling()
+            or saved_tensor_hooks() is not None
+            or self._is_hooked()
+        )
 
     def _is_hooked(self) -> bool:
         """Whether somebody's hooks inside want to see what the module would hide.

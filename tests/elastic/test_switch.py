@@ -248,8 +248,9 @@ def _check_patterns(rank):
     assert str(model.fc2.weight.spec) == "R / 2,3:R"
     for name, parameter in _Net().named_parameters():
         assert torch.equal(model.get_parameter(name).full_tensor(), parameter)
-    with pytest.raises(hd.PlanError, match="cannot be copied or pickled as a whole"):
-        copy.deepcopy(model)
+    switch(other := copy.deepcopy(model), plans[0])
+    assert str(model.fc1.weight.spec) == "R / 2,3:S0"
+    assert str(other.fc1.weight.spec) == "R / 0,1:S0"
 
 
 @pytest.mark.dist(4)
