@@ -95,13 +95,12 @@ def order_of(
     """
     if order == "contiguous":
         return None
-    if checks.shard_dim(spec.top) == _DIM:
-        blocks = sorted({run for rank in spec.ranks for run in _runs(spec, length, rank)})
-    else:
-        each = [
-            {run for rank in g.ranks for run in _runs(spec, length, rank)} for g in spec.subgroups
-        ]
-        blocks = sorted(max(each, key=len))
+    is_split = checks.shard_dim(spec.top) == _DIM
+    sharing = [spec.ranks] if is_split else [group.ranks for group in spec.subgroups]
+    blocks: list[tuple[int, int]] = []
+    for ranks in sharing:
+        found = sorted({run for rank in ranks for run in _runs(spec, length, rank)})
+        blocks = found if len(found) > len(blocks) else blocks
     return zigzag([stop - start for start, stop in blocks])
 
 
