@@ -15,6 +15,7 @@ from hdtensor.api.parallelize import state_of
 from hdtensor.api.sequences import order_in, share_batch
 from hdtensor.errors import PlanError
 from hdtensor.ops.attention.tiles import in_order
+from hdtensor.tensor import HDTensor
 
 
 def distribute_batch(
@@ -78,7 +79,7 @@ def _check_same_batch(batch: Any) -> None:
 
 
 def restore_sequence(
-    model: nn.Module, tensor: torch.Tensor, length: int, *, dim: int = 1
+    model: nn.Module, tensor: HDTensor, length: int, *, dim: int = 1
 ) -> torch.Tensor:
     """Return a result of the model whole and plain, its positions in order; every rank of the world calls it.
 

@@ -203,9 +203,9 @@ def share_sequences(
             )
         return result
 
-    module.forward = sharing  # type: ignore[method-assign]
+    module.forward = sharing
 
     def restore() -> None:
-        module.forward = own  # type: ignore[method-assign]
+        module.forward = own
 
     return restore

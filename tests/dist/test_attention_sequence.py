@@ -254,3 +254,23 @@ def _check_memory(rank):
 @pytest.mark.dist(4)
 def test_a_ring_holds_two_blocks_of_keys():
     assert max(run_world(_check_memory, 4)) == 4, "what is computed with and what arrives, keys and values"
+
+
+def _check_other_size(rank, method):
+    """Values of another size than keys, which the fused kernel does not take."""
+    q, k, v = operands(11)
+    tensors = [q, k, v[..., :5].contiguous()]
+    for mask in (None, torch.randn(11, 11, dtype=torch.float64)):
+        plain = [t.clone().requires_grad_() for t in tensors]
+        cut = distributed(tensors, BOTTOM, BOTTOM)
+        options = {"is_causal": mask is None, "attn_mask": mask, "enable_gqa": True}
+        expected = F.scaled_dot_product_attention(*plain, **options)
+        with hd.context_parallel(method), hd.implicit_replication():
+            result = F.scaled_dot_product_attention(*cut, **options)
+        compare(result, expected, cut, plain)
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_values_of_another_size(method):
+    run_world(_check_other_size, 4, method)

@@ -28,12 +28,14 @@ SPLIT = [([0, 1], 1, 2), ([2], 1, 1)]
 SPLIT_AND_CP = [([0, 1], 2, 2), ([2], 1, 1)]
 SEQUENCE = {"split": "sequence"}
 ZIGZAG = {"sequence_order": "zigzag"}
+ALSO_TP = {"sequence_parallel": True}
 RING = {"context_parallel": "ring"}
 
 CASES = [
     pytest.param("llama", CP2, {}, {}, id="cp2"),
     pytest.param("qwen3", CP2_TP2, {}, {}, id="cp2_tp2"),
     pytest.param("llama", CP2_TP2, RING | ZIGZAG, {}, id="cp2_tp2_ring_zigzag"),
+    pytest.param("llama", CP2_TP2, ALSO_TP | ZIGZAG, {}, id="cp2_tp2_sequence_parallel"),
     pytest.param("llama", CP2_BESIDE_TP1, {}, {}, id="cp2_beside_tp1"),
     pytest.param(
         "llama", CP2_BESIDE_TP1, ZIGZAG, {"masked": True}, id="cp2_beside_tp1_zigzag_masked"

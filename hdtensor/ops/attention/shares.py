@@ -95,14 +95,12 @@ def order_of(
     """
     if order == "contiguous":
         return None
-    if checks.shard_dim(spec.top) == _DIM:
-        blocks = sorted({run for rank in spec.ranks for run in _runs(spec, length, rank)})
-    else:
-        each: list[set[tuple[int, int]]] = [
-            {run for rank in g.ranks for run in _runs(spec, length, rank)} for g in spec.subgroups
-        ]
-        most = max(len(runs) for runs in each)
-        blocks = sorted(next(runs for runs in each if len(runs) == most))
+    is_split = checks.shard_dim(spec.top) == _DIM
+    sharing = [spec.ranks] if is_split else [group.ranks for group in spec.subgroups]
+    blocks: list[tuple[int, int]] = []
+    for ranks in sharing:
+        found = sorted({run for rank in ranks for run in _runs(spec, length, rank)})
+        blocks = found if len(found) > len(blocks) else blocks
     return zigzag([stop - start for start, stop in blocks])
 
 
