@@ -15,6 +15,7 @@ from hdtensor.api.local import from_dtensor, from_local
 from hdtensor.api.parallelize import distribute_batch, no_sync, parallelize, sync_gradients
 from hdtensor.elastic import SwitchOptions, plan_switch, switch, switch_tensors
 from hdtensor.errors import (
+    ConfigError,
     DeductionError,
     DisagreementError,
     GroupError,
@@ -36,6 +37,7 @@ from hdtensor.tensor import HDTensor
 __all__ = [
     "AnnotationPlan",
     "Box",
+    "ConfigError",
     "DeductionError",
     "DisagreementError",
     "GroupError",

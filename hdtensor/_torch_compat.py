@@ -1,6 +1,6 @@
-"""The only file that imports private names of torch. Each says what it is for and where it was checked.
+"""The only file that uses private names of torch. Each has a row in ``PRIVATE_NAMES``: what for, and where it holds.
 
-Checked on torch 2.13.0; names marked (2.11-2.15) kept their place over these releases.
+``scripts/torch_compat_page.py`` writes docs/torch_compat.md from the rows.
 """
 
 from __future__ import annotations
@@ -8,32 +8,28 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch._C import (
-    _disabled_torch_function_impl as no_torch_function,
-)  # wrapper subclasses (2.11-2.15)
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode,
-)  # metas without a C++ meta kernel (2.11-2.15)
+from torch._C import _disabled_torch_function_impl as no_torch_function
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # (2.11-2.15)
-from torch.distributed.tensor._op_schema import OpSchema  # (2.11-2.15)
-from torch.distributed.tensor._sharding_prop import ShardingPropagator  # (2.11-2.15)
-from torch.distributed.tensor._utils import ExplicitRedistributionContext  # (2.11-2.15)
-from torch.distributed.tensor.placement_types import (  # (2.11-2.15)
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
+from torch.distributed.tensor.placement_types import (
     _MaskPartial as MaskPartial,
     _StridedShard as StridedShard,
 )
-from torch.utils import _pytree as pytree  # results that are mappings or dataclasses (2.11-2.15)
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)  # to watch a pass of a module (2.11-2.15)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 __all__ = [
+    "PRIVATE_NAMES",
+    "TESTED_VERSIONS",
     "DTensorSpec",
     "FakeTensorMode",
     "MaskPartial",
@@ -49,45 +45,202 @@ __all__ = [
     "dtensor_propagator",
     "group_timeout",
     "in_backward",
+    "is_profiled",
     "keep_in_order",
     "local_binding",
     "new_wrapper",
     "no_torch_function",
+    "node_in_backward",
+    "number_of_next_node",
     "observe_conversion",
     "pytree",
     "raw_apply",
     "saved_tensor_hooks",
 ]
 
+#: The releases that the whole test suite passes on.
+TESTED_VERSIONS = ("2.13.0", "2.14.1")
+
+
+class PrivateName(NamedTuple):
+    """A private name of torch that hdtensor relies on.
+
+    Attributes:
+        name: Dotted, as Python finds it; after ``->`` attributes of what it gives.
+        why: What for.
+        versions: The releases over which it kept its place and meaning.
+    """
+
+    name: str
+    why: str
+    versions: str
+
+
+_TENSOR = "torch.distributed.tensor"
+PRIVATE_NAMES = (
+    PrivateName(
+        "torch.Tensor._dtensor__new__",
+        "C++ constructor of the wrapper; reads `spec.tensor_meta`, sets `_local_tensor` and `_spec`",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch._C._disabled_torch_function_impl",
+        "wrapper subclasses take no part in `__torch_function__`",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch._C._current_graph_task_id",
+        "whether backward runs: plain operands of the forward are accepted again",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch._C._current_autograd_node -> _sequence_nr",
+        "whose part of backward communicates: counts by module",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch._C._autograd._get_sequence_nr",
+        "which autograd nodes a module makes: counts by module",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch.autograd._profiler_enabled",
+        "whether a profiler runs, in 50 ns: without one there are no ranges",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch.distributed.ProcessGroup._get_backend -> options._timeout",
+        "groups inherit the default group's timeout",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch.autograd.Variable._execution_engine -> queue_callback",
+        "bring gradients home once, when backward ends",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch._C._VariableFunctions",
+        "Python bindings of aten functions, 0.8 us cheaper a call than overloads",
+        "2.11-2.15",
+    ),
+    PrivateName("torch._C._nn", "more of these bindings", "2.11-2.15"),
+    PrivateName(
+        "torch._C._DisableTorchDispatch",
+        "operators that change shape in place, on the wrapper's own sizes",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch._C._meta_in_tls_dispatch_include",
+        "the same: whether the meta kernel runs",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch._C._set_meta_in_tls_dispatch_include",
+        "the same: have the meta kernel run",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch.library._register_effectful_op",
+        "compilers keep collectives and messages, and their order",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "whether a module puts computing off to backward",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "the same: watches a pass of the module",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch.utils._pytree",
+        "leaves of module results that are mappings or dataclasses",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "output metadata of operators without a C++ meta kernel",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        f"{_TENSOR}._dtensor_spec.DTensorSpec",
+        "what DTensor's propagator takes and gives",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        f"{_TENSOR}._dtensor_spec.TensorMeta", "shape, stride and dtype in it", "2.11-2.15"
+    ),
+    PrivateName(
+        f"{_TENSOR}._op_schema.OpSchema", "an operator call for the propagator", "2.11-2.15"
+    ),
+    PrivateName(
+        f"{_TENSOR}._sharding_prop.ShardingPropagator -> _propagate_tensor_meta_non_cached",
+        "DTensor's rules for both tiers; ours overrides where metadata come from",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        f"{_TENSOR}.DTensor._op_dispatcher -> sharding_propagator",
+        "the instance that all rules are registered with",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        f"{_TENSOR}._utils.ExplicitRedistributionContext -> _local, _active",
+        "honoured for implicit conversions",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch.distributed.device_mesh.DeviceMesh -> _init_backend, _rank",
+        "meshes without processes, for deduction",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        f"{_TENSOR}.placement_types._StridedShard",
+        "of which a rank owns several boxes; also a top cut behind another dim",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        f"{_TENSOR}.placement_types._MaskPartial",
+        "recognised, and answered by an ordinary `Partial` instead",
+        "2.11-2.15",
+    ),
+)
+
+
 #: ``new_wrapper(cls, local, spec, requires_grad)``: DTensor's constructor of a wrapper subclass in C++;
 #: it reads ``spec.tensor_meta`` and sets ``_local_tensor`` and ``_spec``. 0.5 us against 1 us for
-#: ``_make_wrapper_subclass`` with keyword arguments. (2.13-2.15)
+#: ``_make_wrapper_subclass`` with keyword arguments.
 new_wrapper: Callable[..., Any] = torch.Tensor._dtensor__new__
 
 
 def observe_conversion(src: DTensorSpec, dst: DTensorSpec, text: Callable[[], str]) -> None:
-    """Report an implicit conversion to torch's ``ExplicitRedistributionContext``, which may forbid it. (2.13-2.15)"""
+    """Report an implicit conversion to torch's ``ExplicitRedistributionContext``, which may forbid it."""
     if getattr(ExplicitRedistributionContext._local, "_active", None) is not None:
         ExplicitRedistributionContext.observe_redistribution(src, dst, text())  # type: ignore[arg-type]
 
 
+#: ``is_profiled()``: whether torch's profiler is running, in 50 ns.
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
+
+
 def keep_in_order(name: str, library: torch.library.Library) -> None:
-    """Have ``torch.compile`` keep all calls of an operator, also without a use, and their order. (2.13-2.15)"""
+    """Have ``torch.compile`` keep all calls of an operator, also without a use, and their order."""
     torch.library._register_effectful_op(name, torch.library.EffectType.ORDERED, lib=library)
 
 
 def saved_tensor_hooks() -> Any:
-    """Return the innermost hooks on tensors that autograd saves, None without any. (2.13-2.15)"""
+    """Return the innermost hooks on tensors that autograd saves, None without any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def in_backward() -> bool:
-    """Return whether the autograd engine is running a backward in this thread. (2.11-2.15)"""
+    """Return whether the autograd engine is running a backward in this thread."""
     return backward_id() != -1
 
 
 def group_timeout(group: Any, device_type: str) -> datetime.timedelta | None:
-    """Return how long a group's collectives wait, None if its backend does not say. (2.13-2.15)
+    """Return how long a group's collectives wait, None if its backend does not say.
 
     ``new_group`` takes the backend's default (30 minutes for gloo) rather than the default group's.
     """
@@ -96,7 +249,7 @@ def group_timeout(group: Any, device_type: str) -> datetime.timedelta | None:
 
 
 def raw_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return C++'s ``apply`` of an autograd function. (2.11-2.15)
+    """Return C++'s ``apply`` of an autograd function.
 
     Python's binds default arguments and looks for functorch, 5 us a call.
     """
@@ -104,17 +257,28 @@ def raw_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def backward_id() -> int:
-    """Return the number of the backward that the autograd engine runs in this thread, -1 for none. (2.11-2.15)"""
+    """Return the number of the backward that the autograd engine runs in this thread, -1 for none."""
     return torch._C._current_graph_task_id()
 
 
+def number_of_next_node() -> int:
+    """Return the sequence number that the next autograd node of this thread gets."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def node_in_backward() -> int | None:
+    """Return the sequence number of the node that backward is at in this thread, None outside."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
 def at_backward_end(callback: Callable[[], None]) -> None:
-    """Have the autograd engine call ``callback`` once at the end of the running backward. (2.11-2.15)"""
+    """Have the autograd engine call ``callback`` once at the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def change_outer_shape(func: Any, tensor: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> None:
-    """Run an operator that changes shape in place on a wrapper's own sizes, not on what is inside. (2.13-2.15)"""
+    """Run an operator that changes shape in place on a wrapper's own sizes, not on what is inside."""
     before = torch._C._meta_in_tls_dispatch_include()
     with torch._C._DisableTorchDispatch():
         torch._C._set_meta_in_tls_dispatch_include(True)

@@ -9,6 +9,10 @@ class HDTensorError(Exception):
     """Base of every error that hdtensor raises on purpose."""
 
 
+class ConfigError(HDTensorError, ValueError):
+    """An environment variable of hdtensor has a value that it may not have."""
+
+
 class SpecError(HDTensorError, ValueError):
     """A sharding specification is malformed, or does not fit the tensor it is applied to."""
 

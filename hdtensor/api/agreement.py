@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hdtensor._rank import is_played
+from hdtensor.collectives import observe
 from hdtensor.errors import DisagreementError
 
 
@@ -45,6 +46,8 @@ def exchange(function: str, mine: Any, problem: Exception | None) -> list[Any]:
     """
     text = None if problem is None else f"{type(problem).__name__}: {problem}".rstrip(".")
     said: list[Any] = [None] * dist.get_world_size()
+    if observe.listeners:
+        observe.announce(function, range(len(said)))
     dist.all_gather_object(said, (function, text, mine))
     if problem is not None:
         raise problem

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from hdtensor._rank import current_rank, is_played
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.local import shard_of
-from hdtensor.collectives import p2p
+from hdtensor.collectives import observe, p2p
 from hdtensor.errors import GroupError, SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.special.move import gradient_bound
@@ -46,10 +46,15 @@ def _collect(tensor: HDTensor) -> torch.Tensor:
         raise SpecError(
             f"expected an HDTensor, got a {type(tensor).__name__}: a plain tensor is whole already."
         )
-    spec = tensor.spec
-    whole = spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
-    with torch.no_grad():
+    whole = tensor.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
+    with torch.no_grad(), observe.because("full_tensor"), observe.profiled("full_tensor"):
         tensor = tensor.redistribute(whole)
+        return _send_outside(tensor)
+
+
+def _send_outside(tensor: HDTensor) -> torch.Tensor:
+    """Return a tensor that is whole on its ranks on all others too."""
+    spec = tensor.spec
     local = tensor._local_tensor
     if local.is_meta:
         return local.new_empty(tensor.shape)

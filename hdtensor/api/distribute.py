@@ -14,7 +14,7 @@ from hdtensor._rank import as_rank, current_rank
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.local import prepare_groups, shard_of
-from hdtensor.collectives import groups, p2p
+from hdtensor.collectives import groups, observe, p2p
 from hdtensor.collectives.split import check_terms
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
@@ -72,9 +72,12 @@ def distribute_tensor(
         found, problem = attempt(lambda: _bind(tensor, spec, placements, **options))
         bound = _agreed(tensor, found, src_data_rank, problem)
         prepare_groups(bound.spec)
-        local = (
-            shard_of(tensor, bound) if tensor.is_meta else _scatter(tensor, bound, src_data_rank)
-        )
+        with observe.because("distribute_tensor"), observe.profiled("distribute_tensor"):
+            local = (
+                shard_of(tensor, bound)
+                if tensor.is_meta
+                else _scatter(tensor, bound, src_data_rank)
+            )
     return new_wrapper(HDTensor, local, bound, tensor.requires_grad)
 
 

@@ -103,7 +103,7 @@ class GradientSync:
         pending = [self._pending[i] for i in sorted(self._pending)]
         self._pending.clear()
         work = [(p, gradient_plan(p.grad._spec, p._spec)) for p in pending if p.grad is not None]  # type: ignore[attr-defined]
-        with observe.because("gradients"):
+        with observe.because("gradients"), observe.profiled("gradient_sync"):
             moved = execute_many(
                 [plan for _, plan in work],
                 [p.grad._local_tensor for p, _ in work],  # type: ignore[union-attr]

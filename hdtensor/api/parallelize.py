@@ -265,8 +265,7 @@ def _check(plan: ExpandedPlan, model: nn.Module, src_data_rank: int | None) -> N
         return
     plan.check(world_size=dist.get_world_size())
     mine = (str(plan.to_dict()), _fingerprint(model, src_data_rank))
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, mine)
+    said = exchange("parallelize", mine, None)
     for what, values in (("plans", [s[0] for s in said]), ("weights", [s[1] for s in said])):
         if len(set(values)) > 1:
             odd = [r for r, v in enumerate(values) if v != values[0]]
@@ -374,8 +373,9 @@ def _place_points(model: nn.Module, plan: ExpandedPlan) -> list[RemovableHandle]
 
 
 def is_own_hook(hook: Any) -> bool:
-    """Whether a module hook is one of the plan's redistribute points."""
-    return hook in (_redistribute_output, _redistribute_inputs)
+    """Whether a module hook is one of the plan's redistribute points, or only looks at when a module runs."""
+    own = hook in (_redistribute_output, _redistribute_inputs)
+    return own or getattr(hook, "only_observes", False)
 
 
 def _redistribute_output(module: nn.Module, args: Any, output: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hdtensor._rank import is_played
 from hdtensor._torch_compat import group_timeout
+from hdtensor.collectives import observe
 from hdtensor.errors import DisagreementError, GroupError
 
 
@@ -78,6 +79,8 @@ def ensure_groups(rank_sets: Iterable[Sequence[int]], subgroups: Iterable[Subgro
             f"ranks {list(beyond[0])} reach beyond the world, which has ranks 0 to {size - 1}. "
             f"Start more processes, or use a plan for {size} of them."
         )
+    if observe.listeners:
+        observe.announce("creation of process groups", cache.all_ranks)
     _check_agreement(missing)
     timeout = group_timeout(cache.world, device_type())
     for ranks in missing:
@@ -259,6 +262,8 @@ def _tell_accelerators(cache: _Cache) -> None:
             torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         )
         said: list[str] = [""] * len(cache.all_ranks)
+        if observe.listeners:
+            observe.announce("exchange of device kinds", cache.all_ranks)
         dist.all_gather_object(said, "cpu" if found is None else found.type)
         cache.accelerators = tuple(said)
 

@@ -1,34 +1,77 @@
-"""Who wants to know of communication, and why it happens: the source of ``debug.count_communication``."""
+"""Who wants to know of communication, and why it happens.
+
+``debug.count_communication`` and ``HDTENSOR_DEBUG=1`` listen here. Without a listener an event costs the look at an
+empty list, and without a profiler a range costs the question whether there is one.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from hdtensor._torch_compat import is_profiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """One collective that this rank started.
+    """One collective, or all messages to and from one peer, about to start on this rank.
 
     Attributes:
         kind: "all_reduce", "reduce_scatter", "all_gather", "all_to_all" or "send_recv".
-        ranks: The ranks that take part.
+        ranks: The ranks that take part; the peer of a send_recv.
         num_bytes: Bytes that this rank puts in.
         why: The operator or verb that needed it.
+        tier: "top" between subgroups, "bottom" inside one, "world" where whole tensors come or go (``switch``,
+            ``distribute_tensor``, ``full_tensor``).
+        dtype: Of the elements; empty where bytes of several travel together.
+        sent: Elements for each rank of a collective in group order, or once for all; bytes for the peer.
+        received: Elements from each rank, or once from all; bytes from the peer.
     """
 
     kind: str
     ranks: tuple[int, ...]
     num_bytes: int
     why: str
+    tier: str
+    dtype: str
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
 
 
-#: Called with every communication; empty unless somebody watches.
-listeners: list[Callable[[Communication], None]] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A function that all ``ranks`` call together, which this rank is about to carry out.
+
+    Attributes:
+        function: Its name.
+        ranks: Who takes part.
+        arguments: What must be the same on all of them, as a text.
+        why: The verb that it is part of.
+        kind: "call", to tell it from communication.
+    """
+
+    function: str
+    ranks: tuple[int, ...]
+    arguments: str
+    why: str = ""
+    kind: str = "call"
+
+
+Listener: TypeAlias = Callable[[Communication | Call], None]
+
+#: Called with every event, before anything is sent; empty unless somebody watches.
+listeners: list[Listener] = []
 
 #: Why the next communication happens, innermost last.
 _reasons: list[str] = []
+
+_NO_RANGE: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -41,13 +84,77 @@ def because(why: str) -> Iterator[None]:
         _reasons.pop()
 
 
-def notify(kind: str, ranks: tuple[int, ...], num_bytes: int) -> None:
-    """Tell all listeners of a communication."""
-    event = Communication(
-        kind=kind,
-        ranks=ranks,
-        num_bytes=num_bytes,
-        why=_reasons[-1] if _reasons else "redistribute",
+def profiled(name: str) -> AbstractContextManager[None]:
+    """Return a range ``hdtensor::name`` for torch's profiler; nothing where none is running."""
+    return record_function(f"hdtensor::{name}") if is_profiled() else _NO_RANGE
+
+
+def notify(
+    kind: str,
+    ranks: tuple[int, ...],
+    flat: Tensor,
+    sizes: tuple[Sequence[int], Sequence[int]],
+    tier: str,
+) -> None:
+    """Tell all listeners of a collective that is about to start.
+
+    Args:
+        kind: As ``Communication.kind``.
+        ranks: The group.
+        flat: What this rank puts in.
+        sizes: Elements (sent, received), as in ``Communication``.
+        tier: As ``Communication.tier``.
+    """
+    sent, received = sizes
+    _tell(
+        Communication(
+            kind=kind,
+            ranks=ranks,
+            num_bytes=flat.nbytes,
+            why=_reason(),
+            tier=tier,
+            dtype=str(flat.dtype)[6:],
+            sent=tuple(sent),
+            received=tuple(received),
+        )
     )
-    for listener in listeners:
+
+
+def notify_messages(
+    sends: Mapping[int, Tensor | Sequence[Tensor]],
+    recvs: Mapping[int, Tensor | Sequence[Tensor]],
+    tier: str,
+) -> None:
+    """Tell all listeners of messages that are about to start: one event for each peer."""
+    for peer in sorted(sends.keys() | recvs.keys()):
+        num_sent, num_received = _num_bytes(sends.get(peer, ())), _num_bytes(recvs.get(peer, ()))
+        _tell(
+            Communication(
+                kind="send_recv",
+                ranks=(peer,),
+                num_bytes=num_sent,
+                why=_reason(),
+                tier=tier,
+                dtype="",
+                sent=(num_sent,),
+                received=(num_received,),
+            )
+        )
+
+
+def announce(function: str, ranks: Sequence[int], arguments: str = "") -> None:
+    """Tell all listeners that this rank is about to carry out a function that all ``ranks`` call."""
+    _tell(Call(function=function, ranks=tuple(ranks), arguments=arguments, why=_reason()))
+
+
+def _reason() -> str:
+    return _reasons[-1] if _reasons else "redistribute"
+
+
+def _num_bytes(buffers: Tensor | Sequence[Tensor]) -> int:
+    return buffers.nbytes if isinstance(buffers, Tensor) else sum(b.nbytes for b in buffers)
+
+
+def _tell(event: Communication | Call) -> None:
+    for listener in tuple(listeners):
         listener(event)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial
 
 from hdtensor._torch_compat import keep_in_order
-from hdtensor.collectives import p2p, split
+from hdtensor.collectives import observe, p2p, split
 from hdtensor.collectives.groups import group_of
 from hdtensor.errors import RedistributeError
 
@@ -61,7 +61,20 @@ def _operator(
     return register
 
 
+_WHY = "compiled graph"
+
+
+def _notify(
+    kind: str, ranks: Sequence[int], flat: Tensor, sent: Sequence[int], received: Sequence[int]
+) -> None:
+    """Tell of a collective; the graph does not say which tier it belongs to, nor what asked for it."""
+    if observe.listeners:
+        with observe.because(_WHY):
+            observe.notify(kind, tuple(ranks), flat, (sent, received), "compiled")
+
+
 def _all_reduce(flat: Tensor, op: str, num_terms: int, ranks: Sequence[int]) -> Tensor:
+    _notify("all_reduce", ranks, flat, (flat.numel(),), (flat.numel(),))
     return split.all_reduce(flat, Partial(op), num_terms, group_of(ranks))()
 
 
@@ -82,6 +95,7 @@ _operator(
 def _reduce_scatter(
     flat: Tensor, sizes: Sequence[int], place: int, op: str, num_terms: int, ranks: Sequence[int]
 ) -> Tensor:
+    _notify("reduce_scatter", ranks, flat, sizes, (sizes[place],))
     return split.reduce_scatter(flat, sizes, Partial(op), num_terms, group_of(ranks))()
 
 
@@ -105,6 +119,7 @@ _operator(
 
 
 def _all_gather(flat: Tensor, sizes: Sequence[int], place: int, ranks: Sequence[int]) -> Tensor:
+    _notify("all_gather", ranks, flat, (flat.numel(),), sizes)
     return split.all_gather(flat, sizes, group_of(ranks))()
 
 
@@ -126,6 +141,7 @@ _operator(
 def _all_to_all(
     flat: Tensor, sent: Sequence[int], received: Sequence[int], ranks: Sequence[int]
 ) -> Tensor:
+    _notify("all_to_all", ranks, flat, sent, received)
     return split.all_to_all(flat, sent, received, group_of(ranks))()
 
 
@@ -153,11 +169,12 @@ def _send_recv(
     reverse: bool,
 ) -> Tensor:
     out = flat.new_empty(sum(received))
-    p2p.start(
-        dict(zip(send_to, flat.contiguous().split(list(sent)), strict=True)),
-        dict(zip(receive_from, out.split(list(received)), strict=True)),
-        reverse=reverse,
-    )()
+    sends = dict(zip(send_to, flat.contiguous().split(list(sent)), strict=True))
+    recvs = dict(zip(receive_from, out.split(list(received)), strict=True))
+    if observe.listeners:
+        with observe.because(_WHY):
+            observe.notify_messages(sends, recvs, "compiled")
+    p2p.start(sends, recvs, reverse=reverse)()
     return out
 
 

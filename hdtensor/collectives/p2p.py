@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hdtensor.collectives import observe
 from hdtensor.collectives.groups import message_channel
 from hdtensor.collectives.split import as_bytes
 from hdtensor.collectives.wire import is_on_host, wire_device
@@ -35,6 +36,8 @@ def exchange(sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
     for rank in sends.keys() & recvs.keys():
         if rank == dist.get_rank():
             recvs[rank].copy_(sends[rank])
+    if observe.listeners:
+        observe.notify_messages(sends, recvs, "world")
     start(sends, recvs)()
 
 

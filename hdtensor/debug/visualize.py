@@ -6,9 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from torch.distributed.tensor import DTensor
+
 from hdtensor.debug.regions import Region, check_shape, faces, fit_sizes, idle_ranks, regions
+from hdtensor.errors import SpecError
 from hdtensor.placements import Box, HDSpec, check_top_sizes, checks
 from hdtensor.placements.text import as_spec
+from hdtensor.tensor import HDTensor
 
 
 # A drawing beyond this is harder to read than a table.
@@ -19,9 +23,11 @@ _CELL_LINES = (1, 6)
 
 
 def visualize(
-    spec: HDSpec | str, shape: Sequence[int], top_sizes: Sequence[int] | None = None
+    spec: HDSpec | str | HDTensor | DTensor,
+    shape: Sequence[int] | None = None,
+    top_sizes: Sequence[int] | None = None,
 ) -> str:
-    """Draw a 1-D or 2-D tensor's parts; list the parts of any other.
+    """Draw a 1-D or 2-D tensor's parts; list the parts of any other as slices and the ranks that hold them.
 
     Needs no process group and no tensor: any process can look at any plan. Paper: Fig. 6.
 
@@ -49,17 +55,24 @@ def visualize(
     one term of it; in ``sum(0,1; 2)`` ranks 0 and 1 hold the same term and rank 2 another.
 
     Args:
-        spec: How the tensor is cut.
-        shape: Global shape.
+        spec: How the tensor is cut; or a tensor, which tells its shape and extents itself.
+        shape: Global shape; with a spec.
         top_sizes: Exact extent of each subgroup's block; default as the spec cuts.
 
     Returns:
         Several lines, the last without a newline. Numbers on the edges are global indices.
 
     Raises:
-        SpecError: If the spec or the extents do not fit the shape.
+        SpecError: If the spec or the extents do not fit the shape, or a spec comes without a shape.
     """
+    if isinstance(spec, HDTensor | DTensor):
+        spec, shape, top_sizes = _layout_of(spec, shape, top_sizes)
     spec = as_spec(spec)
+    if shape is None:
+        raise SpecError(
+            f"visualize needs the shape of the tensor that {str(spec)!r} cuts: visualize(spec, shape), or "
+            f"visualize(tensor)."
+        )
     shape = check_shape(shape)
     sizes = check_top_sizes(spec, shape, top_sizes)
     parts = regions(spec, shape, sizes)
@@ -67,6 +80,19 @@ def visualize(
     lines = [str(spec), _heading(spec, shape, sizes, drawn=body is not None)]
     lines += _table(parts, shape) if body is None else body
     return "\n".join(lines + notes(spec, parts))
+
+
+def _layout_of(
+    tensor: HDTensor | DTensor, shape: Sequence[int] | None, top_sizes: Sequence[int] | None
+) -> tuple[HDSpec, Sequence[int], Sequence[int] | None]:
+    if shape is not None or top_sizes is not None:
+        raise SpecError(
+            f"visualize got a tensor of shape {tuple(tensor.shape)} and a shape or top_sizes: a tensor has its own. "
+            f"Pass the tensor alone, or tensor.spec with another shape."
+        )
+    if isinstance(tensor, DTensor):
+        return HDSpec.from_meshes([(tensor.device_mesh, tensor.placements)]), tensor.shape, None
+    return tensor.spec, tensor.shape, tensor.top_sizes
 
 
 def notes(spec: HDSpec, parts: Sequence[Region]) -> list[str]:

@@ -184,7 +184,7 @@ def _switch(
     ]
     carrier = Carrier(cargo, current_rank(), options.topology, options.timeout)
     decisions = Decisions(number, options.timeout) if communicates() else None
-    with observe.because("switch"):
+    with observe.because("switch"), observe.profiled("switch"):
         if options.atomic:
             _all_or_nothing(carrier, rounds, options, decisions)
         else:

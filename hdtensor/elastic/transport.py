@@ -123,9 +123,9 @@ class Carrier:
             for peer, flat in joined.items():
                 buffers.setdefault(peer, []).append(flat)
         if observe.listeners:
-            for peer, each in outgoing.items():
-                observe.notify("send_recv", (peer,), sum(buffer.nbytes for buffer in each))
-        exchange = p2p.start(outgoing, incoming, timeout=self.timeout)
+            observe.notify_messages(outgoing, incoming, "world")
+        with observe.profiled("send_recv"):
+            exchange = p2p.start(outgoing, incoming, timeout=self.timeout)
 
         def finish() -> None:
             for peer, flat in flats.items():

@@ -249,10 +249,11 @@ def _bottom_step(
     def step(x: torch.Tensor) -> torch.Tensor:
         events[0] += 1
         observe_conversion(src, dst, text)
-        if not observe.listeners:
-            return convert(x)
-        with observe.because(f"{func} (implicit, inside {list(group.ranks)})"):
-            return convert(x)
+        with observe.profiled("implicit_redistribute"):
+            if not observe.listeners:
+                return convert(x)
+            with observe.because(f"{func} (implicit, inside {list(group.ranks)})"):
+                return convert(x)
 
     return step
 

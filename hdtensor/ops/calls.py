@@ -147,11 +147,12 @@ def check_same_subgroups(call: Call) -> None:
             continue
         if [(g.ranks, g.mesh_shape) for g in bound.spec.subgroups] != want:
             name = call.name_of(path)
+            target = repr(str(first.spec)) if bound.shape == first.shape else "spec"
             raise DeductionError(
                 f"{call.func}: operand {call.name_of(first_path)!r} lives on "
                 f"{_rank_sets(first.spec)}, operand {name!r} on {_rank_sets(bound.spec)} "
                 f"({call.name_of(first_path)}: {first}; {name}: {bound}). Operators stay on one list "
-                f"of subgroups; bring one operand over: {name}.redistribute(spec), with a spec on "
+                f"of subgroups; bring one operand over: {name}.redistribute({target}), with a spec on "
                 f"{_rank_sets(first.spec)}."
             )
 
@@ -173,7 +174,7 @@ def check_same_cut(call: Call) -> None:
         name = call.name_of(path)
         raise DeductionError(
             f"{call.func}: operand {call.name_of(first_path)!r} is cut {a} between subgroups, "
-            f"operand {name!r} {b}. Cut both alike: "
+            f"operand {name!r} {b} ({call.name_of(first_path)}: {first}; {name}: {bound}). Cut both alike: "
             f"{name}.redistribute({str(bound.spec.replace(top_ratio=first.spec.top_ratio))!r}, "
             f"top_sizes={_sizes_like(first, bound)})."
         )
@@ -244,7 +245,12 @@ def _proportional(a: Sequence[int], b: Sequence[int]) -> bool:
 
 
 def _rank_sets(spec: HDSpec) -> str:
-    return " + ".join(str(list(g.ranks)) for g in spec.subgroups)
+    """Return each subgroup's ranks, with the mesh's shape where that says more."""
+    return " + ".join(
+        str(list(g.ranks))
+        + (f" as {'x'.join(map(str, g.mesh_shape))}" if len(g.mesh_shape) > 1 else "")
+        for g in spec.subgroups
+    )
 
 
 def as_list(metas: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hdtensor._torch_compat import new_wrapper
+from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError
 from hdtensor.ops import foreach, record, writes
 from hdtensor.ops.generate import compiled
@@ -165,7 +166,8 @@ def _plain_part(value: Any) -> Any:
 
 def _miss(func: Any, key: Any, args: tuple[Any, ...], kwargs: Any, records: dict[Any, Any]) -> Any:
     kwargs = kwargs or {}
-    run = make_run(func, args, kwargs)
+    with observe.profiled("deduce"):
+        run = make_run(func, args, kwargs)
     if key is not None:
         _num_records[0] += 1
         if _num_records[0] > MAX_RECORDS:
@@ -193,7 +195,16 @@ def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if writes.is_out_variant(func):
         return writes.make_out_run(func)
     _refuse_unrunnable(func)
-    return writes.make_in_place_run(func) or _deduced(func, args, kwargs)
+    run = writes.make_in_place_run(func)
+    if run is not None:
+        return run
+    try:
+        return _deduced(func, args, kwargs)
+    except DeductionError:
+        run = writes.make_instead_of_new_layout(func, args)
+        if run is None:
+            raise
+        return run
 
 
 def _deduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

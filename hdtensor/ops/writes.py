@@ -62,6 +62,18 @@ def make_in_place_run(func: Any) -> Any | None:
     return functional_then_copy(func)
 
 
+def make_instead_of_new_layout(func: Any, args: tuple[Any, ...]) -> Any | None:
+    """Return the function that runs an in-place operator of one tensor by its functional form, None for others.
+
+    For where the operator's own rule gives the tensor another layout than it has.
+    """
+    if not func._schema.is_mutable or not func._schema.name.endswith("_"):
+        return None
+    if sum(isinstance(arg, torch.Tensor) for arg in args) != 1:
+        return None
+    return functional_then_copy(func)
+
+
 def functional_then_copy(func: Any) -> Any | None:
     """Return the function that runs an in-place operator by its functional form, None if it has none."""
     schema = func._schema

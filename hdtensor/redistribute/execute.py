@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._rank import current_rank
-from hdtensor.collectives import pairs, split
+from hdtensor.collectives import observe, pairs, split
 from hdtensor.errors import RedistributeError
 from hdtensor.placements import HDSpec, Subgroup
 from hdtensor.redistribute import jobs, messages
@@ -46,6 +46,7 @@ def execute(plan: RedistributePlan, local: Tensor) -> Tensor:
     rank = current_rank()
     program = compile_plan(plan, rank)
     check_local(plan, program, local, rank)
+    _announce([plan])
     return run_program(program, local)
 
 
@@ -82,10 +83,23 @@ def execute_many(
         check_local(plans[i], program, locals_[i], rank)
         for number, step in program.steps:
             rounds[number].append((i, step))
+    _announce(plans)
     state = [local.detach() for local in locals_]
     for number in sorted(rounds):
         run_round(rounds[number], state, bucket_bytes, donate=donate)
     return [_as_new(*each) for each in zip(programs, locals_, state, strict=True)]
+
+
+def _announce(plans: Sequence[RedistributePlan]) -> None:
+    """Tell who listens of plans with messages, which only a pair of ranks sees; all of a plan's ranks must agree on it."""
+    for plan in plans if observe.listeners else ():
+        if plan.has_messages:
+            sizes = f", extents {plan.src_top_sizes} -> {plan.dst_top_sizes}"
+            observe.announce(
+                "the messages",
+                sorted({*plan.src.ranks, *plan.dst.ranks}),
+                f"{plan.src} -> {plan.dst}, shape {tuple(plan.shape)}{sizes}",
+            )
 
 
 def convert(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, assert_never
@@ -31,6 +30,14 @@ from hdtensor.redistribute.program import Job, Pieces, RankStep
 from hdtensor.redistribute.steps import (
     neutral_element,
 )
+
+
+_KINDS: dict[type[Collective], str] = {
+    AllReduce: "all_reduce",
+    ReduceScatter: "reduce_scatter",
+    AllGather: "all_gather",
+    AllToAll: "all_to_all",
+}
 
 
 class Item(NamedTuple):
@@ -95,11 +102,23 @@ def start(
     # A lazy conjugate or negation must not be sent as the bytes below it.
     flat = flat.resolve_conj().resolve_neg().contiguous()
     collective = job.collective
-    if observe.listeners:
-        kind = re.sub("(?<=.)([A-Z])", r"_\1", type(collective).__name__).lower()
-        observe.notify(kind, collective.ranks, flat.nbytes)
     if type(flat) is not Tensor:
         return _start_traced(collective, flat, sent, received)
+    kind = _KINDS[type(collective)]
+    if observe.listeners:
+        observe.notify(kind, collective.ranks, flat, (sent, received), job.tier)
+    with observe.profiled(kind):
+        return _start_real(collective, flat, sent, received, is_own)
+
+
+def _start_real(
+    collective: Collective,
+    flat: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    is_own: bool,
+) -> split.Pending:
+    """Start a collective, by way of host memory where the backend does not take the device."""
     group = group_of(collective.ranks)
     wire = flat.device
     if not is_on_host(wire):
@@ -206,9 +225,11 @@ def start_pair(item: Item, new: Tensor, donate: bool) -> pairs.PairReduction:
             chunk = box.slices_from((0,) * whole.ndim)
             chunks.append((whole[chunk], into[chunk]))
     if observe.listeners:
-        observe.notify("all_reduce", collective.ranks, sum(term.nbytes for term, _ in chunks))
+        sizes = item.job.num_sent, item.job.num_received
+        observe.notify("all_reduce", collective.ranks, old, sizes, item.job.tier)
     group = group_of(collective.ranks)
-    return pairs.PairReduction(chunks, collective.op, group, donate=donate)
+    with observe.profiled("all_reduce"):
+        return pairs.PairReduction(chunks, collective.op, group, donate=donate)
 
 
 def may_pair(job: Job) -> bool:

@@ -85,9 +85,10 @@ def start(
     buffers, arrivals = _post(parcels, received)
     outgoing = dict(zip(sent, pack(list(sent.values())), strict=True))
     if observe.listeners:
-        for peer, buffer in outgoing.items():
-            observe.notify("send_recv", (peer,), buffer.nbytes)
-    exchange = p2p.start(outgoing, buffers, reverse=reverse, timeout=timeout)
+        tiers = {parcel.step.tier for parcel in parcels}
+        observe.notify_messages(outgoing, buffers, "top" if "top" in tiers else "bottom")
+    with observe.profiled("send_recv"):
+        exchange = p2p.start(outgoing, buffers, reverse=reverse, timeout=timeout)
 
     def finish() -> None:
         # What came is written while other messages are on their way.

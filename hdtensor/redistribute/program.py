@@ -52,6 +52,7 @@ class Job:
         num_total: Elements of all cells, the same for all ranks of the group.
         is_term: Whether what this rank sends counts in the reduction.
         is_whole: Whether it counts, and what is sent is the old local tensor as it is.
+        tier: "top" where data goes between subgroups, "bottom" inside one.
     """
 
     collective: Collective
@@ -62,6 +63,7 @@ class Job:
     num_total: int
     is_term: bool
     is_whole: bool
+    tier: str
 
 
 class Message(NamedTuple):
@@ -97,6 +99,7 @@ class RankStep:
         op: The reduction of the terms that arrive.
         own_term: Which term ``copies`` bring.
         num_terms: What an average divides by.
+        tier: As ``Job.tier``.
     """
 
     shape: tuple[int, ...]
@@ -111,6 +114,7 @@ class RankStep:
     op: Partial | None = None
     own_term: int = 0
     num_terms: int = 1
+    tier: str = "top"
 
 
 #: Which steps of several plans go together: (half tier passed, place among the steps in that tier).
@@ -189,6 +193,7 @@ def compile_step(step: Step, rank: int) -> RankStep:
         jobs=jobs,
         is_direct=is_direct,
         is_in_place=is_in_place and shape == step.src.local_shape(rank),
+        tier=_tier(step),
     )
 
 
@@ -234,6 +239,7 @@ def _compile_messages(step: PointToPoint, rank: int) -> RankStep:
         op=op,
         own_term=term_of.get(rank, 0),
         num_terms=num_terms,
+        tier=_tier(step),
     )
 
 
@@ -270,7 +276,12 @@ def _compile_job(collective: Collective, step: Step, rank: int) -> Job:
         num_total=collective.num_cells,
         is_term=is_term,
         is_whole=is_term and _is_whole(in_order, step.src.local_shape(rank)),
+        tier=_tier(step),
     )
+
+
+def _tier(step: Step) -> str:
+    return "top" if step.index is None else "bottom"
 
 
 def _is_whole(pieces: Sequence[Slices], shape: tuple[int, ...]) -> bool:

@@ -4,11 +4,14 @@ import pytest
 import torch
 from hypothesis import given
 
+from hdtensor import distribute_tensor
 from hdtensor._rank import as_rank
+from hdtensor._torch_compat import StridedShard
 from hdtensor.debug import visualize
 from hdtensor.debug.regions import idle_ranks, regions
 from hdtensor.errors import SpecError
-from hdtensor.placements import HDSpec
+from hdtensor.placements import HDSpec, Subgroup
+from hdtensor.placements.layout import owned_boxes
 from tests.placements.strategies import cut_tensors
 
 
@@ -221,3 +224,57 @@ def test_any_process_sees_the_same_picture():
 def test_a_spec_that_does_not_fit_is_refused(text, shape, sizes, message):
     with pytest.raises(SpecError, match=message):
         visualize(HDSpec.from_text(text), shape, sizes)
+
+
+@given(cut_tensors(min_dims=3, max_size=4))
+def test_every_element_of_a_table_is_with_the_ranks_that_hold_it(cut):
+    """Case 46, for any number of dims: each element is in one slice, whose ranks are those that own it."""
+    spec, shape, top_sizes = cut
+    rows = re.findall(r"^(\[.*\]) +(\S.*)$", visualize(spec, shape, top_sizes), re.MULTILINE)
+    times = torch.zeros(shape, dtype=torch.int)
+    held = torch.zeros((16, *shape), dtype=torch.bool)
+    for index, label in rows:
+        box = tuple(
+            slice(*map(int, piece.split(":"))) if piece != ":" else slice(None)
+            for piece in index[1:-1].split(", ")
+        )
+        times[box] += 1
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", label):
+            held[(slice(int(first), int(last or first) + 1), *box)] = True
+    assert bool((times == 1).all())
+    for rank in range(16):
+        want = torch.zeros(shape, dtype=torch.bool)
+        for owned in owned_boxes(spec, shape, top_sizes, rank) if rank in spec.ranks else ():
+            want[owned.box.slices_from((0,) * len(shape))] = True
+        assert torch.equal(held[rank], want)
+
+
+def test_a_strided_shard_is_several_slices():
+    spec = HDSpec((Subgroup((0, 1), (StridedShard(0, split_factor=2),)),))
+    assert visualize(spec, (8, 2, 3)).splitlines()[2:] == [
+        "slice        ranks",
+        "[0:2, :, :]  0",
+        "[2:4, :, :]  1",
+        "[4:6, :, :]  0",
+        "[6:8, :, :]  1",
+    ]
+
+
+def test_a_tensor_tells_its_own_layout():
+    spec = HDSpec.from_text("S0[3:1] / 0,1:S1 2:R")
+    views = set()
+    for rank in range(4):
+        with as_rank(rank):
+            x = distribute_tensor(torch.zeros(6, 4), spec, top_sizes=(5, 1), src_data_rank=None)
+            views.add(visualize(x))
+            assert visualize(x.sum(1)) == visualize("S0[3:1] / 0,1:P 2:R", (6,), (5, 1))
+    assert views == {visualize(spec, (6, 4), (5, 1))}
+
+
+def test_a_shape_is_asked_for_once():
+    with pytest.raises(SpecError, match=r"needs the shape .*visualize\(spec, shape\)"):
+        visualize("R / 0:R")
+    with as_rank(0):
+        x = distribute_tensor(torch.zeros(2), "R / 0:R", src_data_rank=None)
+    with pytest.raises(SpecError, match="Pass the tensor alone"):
+        visualize(x, (2,))

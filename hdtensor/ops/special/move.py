@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from hdtensor._rank import is_played
 from hdtensor._torch_compat import raw_apply
-from hdtensor.collectives import groups
+from hdtensor.collectives import groups, observe
 from hdtensor.collectives.split import check_reducible, check_terms
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import call, moves, special, wrap
@@ -22,6 +22,7 @@ from hdtensor.placements.spec import HDSpec
 from hdtensor.redistribute.execute import make_runner
 from hdtensor.redistribute.program import compile_plan
 from hdtensor.redistribute.resolve import resolve
+from hdtensor.redistribute.steps import RedistributePlan
 from hdtensor.redistribute.topology import topology_in_use
 
 
@@ -53,6 +54,8 @@ def move(x: Any, spec: HDSpec, top_sizes: tuple[int, ...] | None, *, reverse: bo
     """
     if torch.compiler.is_compiling():
         return _OPERATOR(x, spec.id, top_sizes, reverse)
+    if observe.listeners and type(x._local_tensor) is torch.Tensor and not is_played():
+        _announce(x._spec, spec, top_sizes, reverse)
     return _move(x, spec, top_sizes, reverse)
 
 
@@ -109,16 +112,7 @@ _move = raw_apply(_Move)
 def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = args[0]._spec
     spec = HDSpec.from_id(args[1])
-    sizes = check_top_sizes(spec, bound.shape, args[2])
-    check_terms(spec, bound.dtype)
-    plan = resolve(
-        bound.spec,
-        spec,
-        tuple(bound.shape),
-        src_top_sizes=bound.top_sizes,
-        dst_top_sizes=sizes,
-        topology=topology_in_use(),
-    )
+    plan, sizes = _plan(bound, spec, args[2])
     if not plan.steps:
         same = BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, sizes)
         return lambda x, *_: wrap(x._local_tensor.view_as(x._local_tensor), same)
@@ -138,6 +132,35 @@ def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     def run(x: Any, dst: int, top_sizes: Any, reverse: bool, kw: Any) -> Any:
         moves[0] += is_between
-        return wrap(execute(x._local_tensor), out)
+        with observe.profiled("redistribute"):
+            return wrap(execute(x._local_tensor), out)
 
     return run
+
+
+def _announce(bound: BoundSpec, spec: HDSpec, top_sizes: Any, reverse: bool) -> None:
+    """Tell who listens of a redistribute, before any group is made for it."""
+    plan, sizes = _plan(bound, spec, top_sizes)
+    if plan.has_messages or any(True for _ in plan.rank_sets()):
+        cut = "" if sizes is None else f" top_sizes={sizes}"
+        observe.announce(
+            "redistribute (backward)" if reverse else "redistribute",
+            sorted({*bound.spec.ranks, *spec.ranks}),
+            f"{bound!r} -> {spec}{cut}",
+        )
+
+
+def _plan(
+    bound: BoundSpec, spec: HDSpec, top_sizes: Any
+) -> tuple[RedistributePlan, tuple[int, ...] | None]:
+    sizes = check_top_sizes(spec, bound.shape, top_sizes)
+    check_terms(spec, bound.dtype)
+    plan = resolve(
+        bound.spec,
+        spec,
+        tuple(bound.shape),
+        src_top_sizes=bound.top_sizes,
+        dst_top_sizes=sizes,
+        topology=topology_in_use(),
+    )
+    return plan, sizes

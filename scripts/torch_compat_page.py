@@ -1,0 +1,92 @@
+"""Write docs/torch_compat.md from the table in hdtensor/_torch_compat.py, and look for private names that lack a row.
+
+Run ``python scripts/torch_compat_page.py`` after a change there; a test compares.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+from hdtensor import _torch_compat
+from hdtensor._torch_compat import PRIVATE_NAMES, TESTED_VERSIONS
+
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "torch_compat.md"
+SOURCE = ROOT / "hdtensor" / "_torch_compat.py"
+
+_HEAD = """\
+# Private names of torch
+
+Written by `scripts/torch_compat_page.py` from the table in `hdtensor/_torch_compat.py`, the only file that
+uses private names of torch (`scripts/check_private_torch.py` checks it). The test suite passes on torch {tested}.
+What differs between them is not a name but DTensor's rules; where a rule got narrower, `hdtensor/ops/special/` has
+one for all releases: copies of pending products and norms (`copies.py`), `any` and `all` (`reductions.py`), and
+in-place operators whose rule would change the layout of what they write to (`ops/writes.py`).
+
+| name | what for | kept its place over |
+|---|---|---|
+"""
+
+
+def page() -> str:
+    """Return what docs/torch_compat.md must be."""
+    head = _HEAD.format(tested=" and ".join(TESTED_VERSIONS))
+    rows = [f"| `{row.name}` | {row.why} | {row.versions} |" for row in PRIVATE_NAMES]
+    return head + "\n".join(rows) + "\n"
+
+
+def private_names() -> set[str]:
+    """Return the private parts of all names of torch that the source imports or reads."""
+    found = set()
+    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    own |= {
+        t.id
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Assign)
+        for t in n.targets
+        if isinstance(t, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            parts = f"{node.module}.".split(".") + [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and not _is_self(node.value):
+            parts = [node.attr]
+        elif isinstance(node, ast.keyword) and node.arg:
+            parts = [node.arg]
+        else:
+            continue
+        found |= {part for part in parts if re.match(r"_(?!_)", part) and part not in own}
+    return found
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def missing_rows() -> list[str]:
+    """Return the private names that no row speaks of."""
+    known = {part for row in PRIVATE_NAMES for part in re.split(r"[^\w]+", row.name)}
+    return sorted(private_names() - known)
+
+
+def unused_rows() -> list[str]:
+    """Return the rows whose name the source does not use."""
+    source = SOURCE.read_text(encoding="utf-8").split("PRIVATE_NAMES = (")
+    code = source[0] + source[1].partition("\n)\n")[2]
+    return [row.name for row in PRIVATE_NAMES if re.split(r"[^\w]+", row.name)[-1] not in code]
+
+
+def main() -> int:
+    """Write the page; return 1 where a name has no row, or a row no name."""
+    wrong = [f"{name}: no row in {_torch_compat.__name__}" for name in missing_rows()]
+    wrong += [f"{name}: a row in {_torch_compat.__name__}, but not used" for name in unused_rows()]
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    PAGE.write_text(page(), encoding="utf-8")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""What ranks do is compared before it is done: one error everywhere, never a hang."""
+
+import contextlib
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hdtensor
+from hdtensor import DisagreementError, HDSpec, distribute_tensor, resolve
+from hdtensor.collectives.groups import ensure_groups
+from hdtensor.debug import check_agreement
+from hdtensor.redistribute.execute import execute
+from tests.support.world import run_world
+
+
+WORLD_SIZE = 4
+X = torch.arange(16.0).reshape(4, 4)
+SPEC = "S0[3:1] / 0,1:S1 2:R"
+WHOLE = "R / 0,1:S1 2:R"
+OTHER = "S1 / 0,1:S0 2:R"
+SECONDS = 1.0
+
+
+def _cut():
+    return distribute_tensor(X, SPEC, src_data_rank=None)
+
+
+def _other_spec(rank):
+    _cut().redistribute(OTHER if rank == 1 else WHOLE)
+
+
+def _other_shape(rank):
+    x = distribute_tensor(X[:, :2] if rank == 2 else X, SPEC, src_data_rank=None)
+    x.redistribute(WHOLE)
+
+
+def _other_order(rank):
+    a, b = _cut(), _cut().double()
+    for x in (b, a) if rank == 0 else (a, b):
+        x.redistribute(WHOLE)
+
+
+def _other_function(rank):
+    if rank == 1:
+        hdtensor.item(_cut().sum())
+    else:
+        distribute_tensor(X, SPEC)
+
+
+def _other_operator(rank):
+    """Implicit conversions inside the pair: columns of one operand, or of the other."""
+    a, b = (distribute_tensor(X, s, src_data_rank=None) for s in ("R / 0,1:S0", "R / 0,1:S1"))
+    (torch.sub(a, b) if rank else torch.add(a, b)).to_local()
+
+
+def _other_sizes(rank):
+    rows = 6 if rank == 1 else 4
+    plan = resolve(HDSpec.from_text("R / 0,1:S0"), HDSpec.from_text("R / 0,1:R"), (rows, 2))
+    ensure_groups(plan.rank_sets())
+    if rank < 2:
+        execute(plan, torch.zeros(rows // 2, 2))
+
+
+def _other_messages(rank):
+    plan = resolve(
+        HDSpec.from_text("R / 0:R"), HDSpec.from_text("R / 2,3:S0"), (6 if rank == 3 else 4, 2)
+    )
+    execute(plan, torch.zeros(4, 2) if rank == 0 else torch.zeros(0))
+
+
+def _in_backward(rank):
+    w = distribute_tensor(X, WHOLE, src_data_rank=None).requires_grad_()
+    y = w.redistribute("S0 / 0,1:S1 2:R")
+    loss = (y * y).sum().redistribute("R / 0,1:R 2:R")
+    if rank == 2:
+        _cut().redistribute(WHOLE)
+    loss.backward()
+    w.grad.redistribute(SPEC)
+
+
+def _too_few(rank):
+    if rank != 2:
+        hdtensor.full_tensor(_cut())
+
+
+def _fails_alone(rank):
+    if rank == 0:
+        raise ValueError("a mistake of rank 0")
+    _cut().redistribute(WHOLE)
+
+
+#: what ranks do -> what the one error says.
+DIFFERENCES = {
+    _other_spec: (f"-> {OTHER}", f"-> {WHOLE}", "do not do the same", "test_agreement.py:"),
+    _other_shape: ("(4, 4) float32", "(4, 2) float32", "on rank 2"),
+    _other_order: ("float32", "float64", "Event"),
+    _other_function: ("distribute_tensor", "redistribute"),
+    _other_operator: ("aten.sub.Tensor (implicit", "aten.add.Tensor (implicit", "rank 0", "rank 1"),
+    _other_sizes: ("all_gather of [4, 4] float32", "all_gather of [6, 6] float32"),
+    _other_messages: (
+        "the messages of R / 0:R -> R / 2,3:S0, shape (4, 2)",
+        "shape (6, 2)",
+        "rank 3",
+    ),
+    _in_backward: ("rank 2", "redistribute"),
+    _too_few: ("rank 2 has not come for 1 s", "redistribute"),
+    _fails_alone: ("rank 0 failed with ValueError: a mistake of rank 0", "waits for it in"),
+}
+
+
+def _prepare():
+    """Make the groups, so that no function needs a collective of the whole world for them."""
+    for spec in (WHOLE, OTHER):
+        _cut().redistribute(spec)
+    hdtensor.item(_cut().sum())
+    for text in ("R / 0,1:S0", "R / 0,1:S1"):
+        distribute_tensor(X, text, src_data_rank=None)
+
+
+def _check_difference(rank, function):
+    _prepare()
+    start, said = time.monotonic(), None
+    with check_agreement(seconds=SECONDS) as check:
+        try:
+            function(rank)
+        except DisagreementError as error:
+            said = str(error)
+        except ValueError as error:
+            check.leave(f"failed with ValueError: {error}")
+    assert time.monotonic() - start < 30
+    dist.barrier()
+    return said
+
+
+@pytest.mark.dist(WORLD_SIZE)
+@pytest.mark.parametrize("function", DIFFERENCES, ids=lambda f: f.__name__[1:])
+def test_a_difference_is_one_error_everywhere(function):
+    said = run_world(_check_difference, WORLD_SIZE, function)
+
+    found = {text for text in said if text is not None}
+    assert len(found) == 1, said
+    (text,) = found
+    for part in DIFFERENCES[function]:
+        assert part in text, text
+    assert "Every rank must call the same functions in the same order" in text
+    assert "Before that rank" in text
+    # Whoever takes part in what differs raises; only a rank that has nothing more to do may be done already.
+    assert sum(text is not None for text in said) >= 2
+
+
+class _Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def _check_same(rank):
+    _prepare()
+    losses = []
+    with check_agreement(seconds=20):
+        model = _Model()
+        plans = {"up.weight": "S0", "up.bias": "S0", "down.weight": "S1", "down.bias": "R"}
+        for name, p in list(model.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            cut = distribute_tensor(p.detach(), f"R / 0,1:{plans[name]} 2:R")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(cut))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(3):
+            x = distribute_tensor(X / 16, "S0[3:1] / 0,1:R 2:R")
+            loss = model(x).square().mean()
+            loss.backward()
+            for p in model.parameters():
+                p.grad = p.grad.redistribute(p.spec)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(hdtensor.item(loss))
+    return losses
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_ranks_that_agree_train_as_one_device():
+    losses = run_world(_check_same, WORLD_SIZE)
+
+    model, want = _Model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        loss = model(X / 16).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(loss.item())
+    for found in losses:
+        assert found == pytest.approx(want, rel=1e-5)
+
+
+def _check_chain(rank):
+    """Rank 3 waits for rank 2, which waits for rank 1, which does nothing: rank 1 is named."""
+    for text in ("R / 1,2:S0", "R / 2,3:S0"):
+        distribute_tensor(X, text, src_data_rank=None)
+    said = None
+    with check_agreement(seconds=SECONDS), contextlib.suppress(DisagreementError):
+        try:
+            for text in ("R / 1,2:S0", "R / 2,3:S0") if rank > 1 else ():
+                distribute_tensor(X, text, src_data_rank=None).redistribute(text.replace("S0", "R"))
+        except DisagreementError as error:
+            said = str(error)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_the_rank_at_the_end_of_a_chain_of_waits_is_named():
+    said = run_world(_check_chain, WORLD_SIZE)
+    assert said[0] is said[1] is None
+    assert said[2] == said[3]
+    assert said[2].startswith("rank 1 has not come for 1 s, while rank 2 waits for it in")
