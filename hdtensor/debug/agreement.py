@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from hdtensor._rank import is_played
+from hdtensor._rank import current_rank, is_played
 from hdtensor.collectives import observe
 from hdtensor.collectives.observe import Call, Communication
 from hdtensor.debug.callers import calling_line
@@ -38,7 +38,7 @@ from hdtensor.errors import DisagreementError
 _NUM_RECENT = 6
 _NUM_RECENT_OPERATORS = 20
 #: Between two looks at the store, in seconds: short at first, then doubled up to the second number.
-_PAUSES = 0.0005, 0.05
+_PAUSES = 0.0005, 0.01
 #: A rank that keeps the store stays this long for the others to read why it ends.
 _FAREWELL_SECONDS = 5.0
 
@@ -211,7 +211,7 @@ class AgreementCheck:
         except dist.DistError as error:
             recent = "; ".join(self._recent)
             raise DisagreementError(
-                f"rank {dist.get_rank()} cannot reach the process group's store any more: the process that keeps it "
+                f"rank {current_rank()} cannot reach the process group's store any more: the process that keeps it "
                 f"(rank 0, unless the launcher does) has ended. Look for that rank's error. The last events here: "
                 f"{recent}."
             ) from error

@@ -1,6 +1,7 @@
 """What ranks do is compared before it is done: one error everywhere, never a hang."""
 
 import contextlib
+import sys
 import time
 
 import pytest
@@ -9,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import hdtensor
-from hdtensor import DisagreementError, HDSpec, distribute_tensor, resolve
+from hdtensor import DisagreementError, HDSpec, HDTensor, as_rank, distribute_tensor, resolve
 from hdtensor.collectives.groups import ensure_groups
-from hdtensor.debug import check_agreement
+from hdtensor.debug import agreement, check_agreement, operators
 from hdtensor.redistribute.execute import execute
 from tests.support.world import run_world
 
@@ -221,3 +222,43 @@ def test_the_rank_at_the_end_of_a_chain_of_waits_is_named():
     assert said[0] is said[1] is None
     assert said[2] == said[3]
     assert said[2].startswith("rank 1 has not come for 1 s, while rank 2 waits for it in")
+
+
+def test_a_store_that_is_gone_is_named():
+    check = agreement.AgreementCheck(1.0, 0)
+    check.note("all_reduce of 4 float32 elements")
+    with (
+        pytest.raises(DisagreementError, match=r"rank 0 cannot reach .* of 4 float32 elements\.$"),
+        check._naming_a_lost_store(),
+    ):
+        raise dist.DistNetworkError("connection reset")
+
+
+def test_the_end_of_a_process_is_told(monkeypatch, capsys):
+    told, at_exit = [], []
+    monkeypatch.setattr(agreement.atexit, "register", at_exit.append)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    check = agreement.AgreementCheck(1.0, 0)
+    monkeypatch.setattr(check, "leave", told.append)
+    agreement.tell_ends(check)
+    at_exit[0]()
+    sys.excepthook(ValueError, ValueError("a mistake."), None)
+    at_exit[0]()
+    assert told == ["ended", "failed with ValueError: a mistake"]
+    assert "ValueError: a mistake." in capsys.readouterr().err
+
+
+def test_operators_are_noted_where_they_are_asked_for(monkeypatch):
+    monkeypatch.setattr(HDTensor, "__torch_dispatch__", HDTensor.__dict__["__torch_dispatch__"])
+    with as_rank(0):
+        x = _cut()
+        notes = []
+        operators.log_operators(notes.append)
+        assert torch.equal((x * 2).to_local(), X[:3, :2] * 2)
+    assert notes[0] == "aten.mul.Tensor((4, 4) float32 S0[3:1] / 0,1:S1 2:R top_sizes=(3, 1))"
+
+
+def test_inside_as_rank_nothing_is_compared():
+    with check_agreement(seconds=SECONDS), as_rank(1):
+        x = distribute_tensor(X, "R / 1:R", src_data_rank=None)
+        assert torch.equal(hdtensor.full_tensor(x), X)
