@@ -46,11 +46,11 @@ class Communication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A function that all ``ranks`` call together, which this rank is about to carry out.
+    """A function that ranks call together, which this rank is about to carry out.
 
     Attributes:
         function: Its name.
-        ranks: Who takes part.
+        ranks: Whom this rank communicates with in it, itself included.
         arguments: What must be the same on all of them, as a text.
         why: The verb that it is part of.
         kind: "call", to tell it from communication.
@@ -143,7 +143,13 @@ def notify_messages(
 
 
 def announce(function: str, ranks: Sequence[int], arguments: str = "") -> None:
-    """Tell all listeners that this rank is about to carry out a function that all ``ranks`` call."""
+    """Tell all listeners that this rank is about to carry out a function together with others.
+
+    Args:
+        function: Its name.
+        ranks: Whom this rank communicates with in it. Each of them names this rank in turn.
+        arguments: What must be the same on all of them, as a text.
+    """
     _tell(Call(function=function, ranks=tuple(ranks), arguments=arguments, why=_reason()))
 
 

@@ -276,8 +276,7 @@ def statement(event: Communication | Call, me: int, peer: int) -> Statement:
 def summary(event: Communication | Call) -> str:
     """Return an event in words."""
     if isinstance(event, Call):
-        arguments = f" of {event.arguments}" if event.arguments else ""
-        return f"{event.function}{arguments} with ranks {list(event.ranks)}"
+        return f"{event.function} of {event.arguments}" if event.arguments else event.function
     if event.kind == "send_recv":
         return (
             f"send_recv with rank {event.ranks[0]} of {event.sent[0]} bytes sent and {event.received[0]} "

@@ -14,6 +14,7 @@ from hdtensor import DisagreementError, HDSpec, HDTensor, as_rank, distribute_te
 from hdtensor.collectives.groups import ensure_groups
 from hdtensor.debug import agreement, check_agreement, operators
 from hdtensor.redistribute.execute import execute
+from hdtensor.redistribute.program import partners
 from tests.support.world import run_world
 
 
@@ -262,3 +263,34 @@ def test_inside_as_rank_nothing_is_compared():
     with check_agreement(seconds=SECONDS), as_rank(1):
         x = distribute_tensor(X, "R / 1:R", src_data_rank=None)
         assert torch.equal(hdtensor.full_tensor(x), X)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "expected"),
+    [
+        ("S0[3:1] / 0-2:P 3:R", "S0[3:1] / 0-2:R 3:R", [(0, 1, 2)] * 3 + [()]),
+        (SPEC, WHOLE, [(0, 2), (1, 2), (0, 1, 2), ()]),
+        ("R / 0:R", "R / 2,3:S0", [(0, 2, 3), (), (0, 2, 3), (0, 2, 3)]),
+        (WHOLE, "S0 / 0,1:S1 2:R", [()] * 4),
+    ],
+)
+def test_only_ranks_that_communicate_are_compared(src, dst, expected):
+    plan = resolve(HDSpec.from_text(src), HDSpec.from_text(dst), (4, 6))
+    assert [partners(plan, rank) for rank in range(4)] == expected
+
+
+def _check_alone(rank):
+    """What a pair does by itself is nothing that the other subgroup's rank must do too: it may skip it."""
+    x = distribute_tensor(X, "S0[3:1] / 0,1:P 2:R", src_data_rank=None)
+    whole = "S0[3:1] / 0,1:R 2:R"
+    x.redistribute(whole)
+    with check_agreement(seconds=20):
+        done = distribute_tensor(X, whole, src_data_rank=None)
+        if rank < 2:
+            done = x.redistribute(whole)
+        return hdtensor.item(done.sum())
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_what_a_subgroup_does_alone_concerns_nobody_else():
+    assert run_world(_check_alone, WORLD_SIZE) == [float(X.sum())] * 4
