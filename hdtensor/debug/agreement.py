@@ -84,7 +84,7 @@ class AgreementCheck:
         """
         if not dist.is_initialized() or is_played():
             return
-        if event.why == "switch":
+        if event.why == "switch" or (isinstance(event, Communication) and not event.sent):
             return
         self._join_world()
         me = dist.get_rank()

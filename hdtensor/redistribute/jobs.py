@@ -107,7 +107,10 @@ def start(
     kind = _KINDS[type(collective)]
     if observe.listeners:
         group_of(collective.ranks)  # a missing group raises before others are waited for
-        observe.notify(kind, collective.ranks, flat, (sent, received), job.tier)
+        sizes = sent, received
+        observe.notify(
+            kind, collective.ranks, flat.nbytes, tier=job.tier, dtype=flat.dtype, sizes=sizes
+        )
     with observe.profiled(kind):
         return _start_real(collective, flat, sent, received, is_own)
 
@@ -228,7 +231,15 @@ def start_pair(item: Item, new: Tensor, donate: bool) -> pairs.PairReduction:
     group = group_of(collective.ranks)
     if observe.listeners:
         sizes = item.job.num_sent, item.job.num_received
-        observe.notify("all_reduce", collective.ranks, old, sizes, item.job.tier)
+        num_bytes = sum(term.nbytes for term, _ in chunks)
+        observe.notify(
+            "all_reduce",
+            collective.ranks,
+            num_bytes,
+            tier=item.job.tier,
+            dtype=old.dtype,
+            sizes=sizes,
+        )
     with observe.profiled("all_reduce"):
         return pairs.PairReduction(chunks, collective.op, group, donate=donate)
 
