@@ -272,7 +272,7 @@ def _everywhere(
     ).to(groups.device_type())
     with observe.because(function):
         ranks = tuple(range(dist.get_world_size()))
-        observe.notify("all_reduce", ranks, term, ((1,), (1,)), "world")
+        observe.notify("all_reduce", ranks, term.nbytes, tier="world")
     dist.all_reduce(term, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM)
     found = term.item()
     if math.isfinite(found):

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -30,7 +31,8 @@ class Communication:
         tier: "top" between subgroups, "bottom" inside one, "world" where whole tensors come or go (``switch``,
             ``distribute_tensor``, ``full_tensor``).
         dtype: Of the elements; empty where bytes of several travel together.
-        sent: Elements for each rank of a collective in group order, or once for all; bytes for the peer.
+        sent: Elements for each rank of a collective in group order, or once for all; bytes for the peer; empty where it
+            was not told.
         received: Elements from each rank, or once from all; bytes from the peer.
     """
 
@@ -46,11 +48,11 @@ class Communication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A function that all ``ranks`` call together, which this rank is about to carry out.
+    """A function that ranks call together, which this rank is about to carry out.
 
     Attributes:
         function: Its name.
-        ranks: Who takes part.
+        ranks: Whom this rank communicates with in it, itself included.
         arguments: What must be the same on all of them, as a text.
         why: The verb that it is part of.
         kind: "call", to tell it from communication.
@@ -92,28 +94,32 @@ def profiled(name: str) -> AbstractContextManager[None]:
 def notify(
     kind: str,
     ranks: tuple[int, ...],
-    flat: Tensor,
-    sizes: tuple[Sequence[int], Sequence[int]],
-    tier: str,
+    num_bytes: int,
+    *,
+    tier: str = "top",
+    dtype: torch.dtype | None = None,
+    sizes: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> None:
     """Tell all listeners of a collective that is about to start.
 
     Args:
         kind: As ``Communication.kind``.
         ranks: The group.
-        flat: What this rank puts in.
-        sizes: Elements (sent, received), as in ``Communication``.
+        num_bytes: What this rank puts in.
         tier: As ``Communication.tier``.
+        dtype: Of the elements.
+        sizes: Elements (sent, received), as in ``Communication``. Without them it is counted, but not compared with what
+            other ranks do.
     """
     sent, received = sizes
     _tell(
         Communication(
             kind=kind,
             ranks=ranks,
-            num_bytes=flat.nbytes,
+            num_bytes=num_bytes,
             why=_reason(),
             tier=tier,
-            dtype=str(flat.dtype)[6:],
+            dtype="" if dtype is None else str(dtype)[6:],
             sent=tuple(sent),
             received=tuple(received),
         )
@@ -143,7 +149,13 @@ def notify_messages(
 
 
 def announce(function: str, ranks: Sequence[int], arguments: str = "") -> None:
-    """Tell all listeners that this rank is about to carry out a function that all ``ranks`` call."""
+    """Tell all listeners that this rank is about to carry out a function together with others.
+
+    Args:
+        function: Its name.
+        ranks: Whom this rank communicates with in it. Each of them names this rank in turn.
+        arguments: What must be the same on all of them, as a text.
+    """
     _tell(Call(function=function, ranks=tuple(ranks), arguments=arguments, why=_reason()))
 
 

@@ -70,7 +70,14 @@ def _notify(
     """Tell of a collective; the graph does not say which tier it belongs to, nor what asked for it."""
     if observe.listeners:
         with observe.because(_WHY):
-            observe.notify(kind, tuple(ranks), flat, (sent, received), "compiled")
+            observe.notify(
+                kind,
+                tuple(ranks),
+                flat.nbytes,
+                tier="compiled",
+                dtype=flat.dtype,
+                sizes=(sent, received),
+            )
 
 
 def _all_reduce(flat: Tensor, op: str, num_terms: int, ranks: Sequence[int]) -> Tensor:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from hdtensor._rank import is_played
+from hdtensor._rank import current_rank, is_played
 from hdtensor.collectives import observe
 from hdtensor.collectives.observe import Call, Communication
 from hdtensor.debug.callers import calling_line
@@ -38,7 +38,7 @@ from hdtensor.errors import DisagreementError
 _NUM_RECENT = 6
 _NUM_RECENT_OPERATORS = 20
 #: Between two looks at the store, in seconds: short at first, then doubled up to the second number.
-_PAUSES = 0.0005, 0.05
+_PAUSES = 0.0005, 0.01
 #: A rank that keeps the store stays this long for the others to read why it ends.
 _FAREWELL_SECONDS = 5.0
 
@@ -84,7 +84,7 @@ class AgreementCheck:
         """
         if not dist.is_initialized() or is_played():
             return
-        if event.why == "switch":
+        if event.why == "switch" or (isinstance(event, Communication) and not event.sent):
             return
         self._join_world()
         me = dist.get_rank()
@@ -211,7 +211,7 @@ class AgreementCheck:
         except dist.DistError as error:
             recent = "; ".join(self._recent)
             raise DisagreementError(
-                f"rank {dist.get_rank()} cannot reach the process group's store any more: the process that keeps it "
+                f"rank {current_rank()} cannot reach the process group's store any more: the process that keeps it "
                 f"(rank 0, unless the launcher does) has ended. Look for that rank's error. The last events here: "
                 f"{recent}."
             ) from error
@@ -276,8 +276,7 @@ def statement(event: Communication | Call, me: int, peer: int) -> Statement:
 def summary(event: Communication | Call) -> str:
     """Return an event in words."""
     if isinstance(event, Call):
-        arguments = f" of {event.arguments}" if event.arguments else ""
-        return f"{event.function}{arguments} with ranks {list(event.ranks)}"
+        return f"{event.function} of {event.arguments}" if event.arguments else event.function
     if event.kind == "send_recv":
         return (
             f"send_recv with rank {event.ranks[0]} of {event.sent[0]} bytes sent and {event.received[0]} "

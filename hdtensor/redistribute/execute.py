@@ -14,7 +14,7 @@ from hdtensor.collectives import observe, pairs, split
 from hdtensor.errors import RedistributeError
 from hdtensor.placements import HDSpec, Subgroup
 from hdtensor.redistribute import jobs, messages
-from hdtensor.redistribute.program import Program, RankStep, Round, compile_plan
+from hdtensor.redistribute.program import Program, RankStep, Round, compile_plan, partners
 from hdtensor.redistribute.resolve import resolve
 from hdtensor.redistribute.steps import (
     RedistributePlan,
@@ -97,7 +97,7 @@ def _announce(plans: Sequence[RedistributePlan]) -> None:
             sizes = f", extents {plan.src_top_sizes} -> {plan.dst_top_sizes}"
             observe.announce(
                 "the messages",
-                sorted({*plan.src.ranks, *plan.dst.ranks}),
+                partners(plan, current_rank()),
                 f"{plan.src} -> {plan.dst}, shape {tuple(plan.shape)}{sizes}",
             )
 

@@ -106,7 +106,11 @@ def start(
         return _start_traced(collective, flat, sent, received)
     kind = _KINDS[type(collective)]
     if observe.listeners:
-        observe.notify(kind, collective.ranks, flat, (sent, received), job.tier)
+        group_of(collective.ranks)  # a missing group raises before others are waited for
+        sizes = sent, received
+        observe.notify(
+            kind, collective.ranks, flat.nbytes, tier=job.tier, dtype=flat.dtype, sizes=sizes
+        )
     with observe.profiled(kind):
         return _start_real(collective, flat, sent, received, is_own)
 
@@ -224,10 +228,18 @@ def start_pair(item: Item, new: Tensor, donate: bool) -> pairs.PairReduction:
         for box in cut_box(Box.whole(whole.shape), most):
             chunk = box.slices_from((0,) * whole.ndim)
             chunks.append((whole[chunk], into[chunk]))
+    group = group_of(collective.ranks)
     if observe.listeners:
         sizes = item.job.num_sent, item.job.num_received
-        observe.notify("all_reduce", collective.ranks, old, sizes, item.job.tier)
-    group = group_of(collective.ranks)
+        num_bytes = sum(term.nbytes for term, _ in chunks)
+        observe.notify(
+            "all_reduce",
+            collective.ranks,
+            num_bytes,
+            tier=item.job.tier,
+            dtype=old.dtype,
+            sizes=sizes,
+        )
     with observe.profiled("all_reduce"):
         return pairs.PairReduction(chunks, collective.op, group, donate=donate)
 

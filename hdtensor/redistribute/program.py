@@ -165,6 +165,21 @@ def compile_plan(plan: RedistributePlan, rank: int) -> Program:
     )
 
 
+def partners(plan: RedistributePlan, rank: int) -> tuple[int, ...]:
+    """Return whom a rank communicates with in a plan, itself included; nobody where it works alone.
+
+    These are the ranks of its collectives, and all ranks of its steps of messages, also those it sends nothing to.
+    """
+    found: set[int] = set()
+    for step in plan.steps:
+        if isinstance(step, PointToPoint):
+            groups = [(*step.src.spec.ranks, *step.dst.spec.ranks)]
+        else:
+            groups = [collective.ranks for collective in step.collectives]
+        found.update(*(ranks for ranks in groups if rank in ranks))
+    return tuple(sorted(found))
+
+
 def compile_step(step: Step, rank: int) -> RankStep:
     """Return what one rank does in one step."""
     if isinstance(step, PointToPoint):

@@ -20,7 +20,7 @@ from hdtensor.ops.registry import call, moves, special, wrap
 from hdtensor.placements.layout import check_top_sizes, contiguous_stride
 from hdtensor.placements.spec import HDSpec
 from hdtensor.redistribute.execute import make_runner
-from hdtensor.redistribute.program import compile_plan
+from hdtensor.redistribute.program import compile_plan, partners
 from hdtensor.redistribute.resolve import resolve
 from hdtensor.redistribute.steps import RedistributePlan
 from hdtensor.redistribute.topology import topology_in_use
@@ -141,11 +141,12 @@ def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _announce(bound: BoundSpec, spec: HDSpec, top_sizes: Any, reverse: bool) -> None:
     """Tell who listens of a redistribute, before any group is made for it."""
     plan, sizes = _plan(bound, spec, top_sizes)
-    if plan.has_messages or any(True for _ in plan.rank_sets()):
+    ranks = partners(plan, bound.rank)
+    if ranks:
         cut = "" if sizes is None else f" top_sizes={sizes}"
         observe.announce(
             "redistribute (backward)" if reverse else "redistribute",
-            sorted({*bound.spec.ranks, *spec.ranks}),
+            ranks,
             f"{bound!r} -> {spec}{cut}",
         )
 

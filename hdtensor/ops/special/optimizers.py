@@ -73,7 +73,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if dist.is_initialized():
             with observe.because("GradScaler"):
                 ranks = tuple(range(dist.get_world_size()))
-                observe.notify("all_reduce", ranks, found_inf, ((1,), (1,)), "world")
+                observe.notify("all_reduce", ranks, found_inf.nbytes, tier="world")
             dist.all_reduce(found_inf, dist.ReduceOp.MAX)
 
     return run
