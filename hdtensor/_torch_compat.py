@@ -17,7 +17,10 @@ from torch._C import (
 from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )  # metas without a C++ meta kernel (2.11-2.15)
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import (
+    DeviceMesh,
+    _mesh_resources,  # the meshes of ``with mesh:`` blocks (2.13-2.15)
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # (2.11-2.15)
 from torch.distributed.tensor._op_schema import OpSchema  # (2.11-2.15)
@@ -46,6 +49,7 @@ __all__ = [
     "at_backward_end",
     "backward_id",
     "change_outer_shape",
+    "current_mesh",
     "dtensor_propagator",
     "group_timeout",
     "in_backward",
@@ -158,6 +162,11 @@ class Propagator(ShardingPropagator):
         return self.op_to_schema_info.get(
             func
         ) or self.op_to_schema_info_for_single_dim_strategy.get(func)
+
+
+def current_mesh() -> DeviceMesh | None:
+    """Return the mesh of the innermost ``with mesh:`` block, None outside of any. (2.13-2.15)"""
+    return _mesh_resources.mesh_stack[-1] if _mesh_resources.mesh_stack else None
 
 
 @functools.lru_cache(maxsize=4096)
