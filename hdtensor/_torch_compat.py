@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _disabled_torch_function_impl as no_torch_function
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
@@ -43,6 +43,7 @@ __all__ = [
     "at_backward_end",
     "backward_id",
     "change_outer_shape",
+    "current_mesh",
     "dtensor_propagator",
     "group_timeout",
     "in_backward",
@@ -139,6 +140,11 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch._C._set_meta_in_tls_dispatch_include",
         "the same: have the meta kernel run",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch.distributed.device_mesh._mesh_resources -> mesh_stack",
+        "the mesh of a `with mesh:` block, where a call names none, as DTensor's",
         "2.13-2.15",
     ),
     PrivateName(
@@ -343,6 +349,11 @@ class Propagator(ShardingPropagator):
         return self.op_to_schema_info.get(
             func
         ) or self.op_to_schema_info_for_single_dim_strategy.get(func)
+
+
+def current_mesh() -> DeviceMesh | None:
+    """Return the mesh of the innermost ``with mesh:`` block, None outside of any. (2.13-2.15)"""
+    return _mesh_resources.mesh_stack[-1] if _mesh_resources.mesh_stack else None
 
 
 @functools.lru_cache(maxsize=4096)

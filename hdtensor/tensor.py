@@ -14,12 +14,12 @@ from hdtensor._torch_compat import new_wrapper, no_torch_function
 from hdtensor.checkpoint import protocol
 from hdtensor.collectives import groups
 from hdtensor.errors import DeductionError, SpecError
-from hdtensor.ops.border import ToDTensor, ToLocal
+from hdtensor.ops.border import ToDTensor, ToLocal, gradient_layout, one_subgroup
 from hdtensor.ops.bound import BoundSpec, bound_from_parts
 from hdtensor.ops.dispatch import dispatch
 from hdtensor.ops.registry import changes, set_tensor_type
 from hdtensor.ops.special.move import move
-from hdtensor.placements.forms import SpecLike, meshes_of, spec_from
+from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
 from hdtensor.placements.layout import owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
 
@@ -165,15 +165,23 @@ class HDTensor(torch.Tensor):
 
     # -- in and out ---------------------------------------------------------------------------------
 
-    def to_local(self) -> torch.Tensor:
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return this rank's local tensor; differentiable.
 
         Outside every subgroup that is an empty tensor of shape ``(0,)``. A ``Partial`` tensor's local tensor is this
         rank's term.
+
+        Args:
+            grad_placements: For a tensor of one subgroup: the placements of the gradient that comes back. Default: the
+                tensor's own, ``Replicate`` for ``Partial``. Pass ``[Partial()]`` where ranks go on with a replica to
+                different terms of a sum.
+
+        Raises:
+            SpecError: With ``grad_placements`` and several subgroups; it names what to use.
         """
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._local_tensor.view_as(self._local_tensor)
-        return ToLocal.apply(self)
+        return ToLocal.apply(self, gradient_layout(self._spec, grad_placements))
 
     def to_dtensor(self, grad_top: Placement | None = None) -> DTensor | None:
         """Return this rank's subgroup as a ``DTensor`` of its block: the top tier's ``to_local``; differentiable.
@@ -191,11 +199,13 @@ class HDTensor(torch.Tensor):
         grad_top = Replicate() if grad_top is None else grad_top
         return ToDTensor.apply(self, grad_top)
 
+    @also_named(device_mesh="spec")
     def redistribute(
         self,
         spec: SpecLike | None = None,
         placements: Sequence[Placement] | None = None,
         *,
+        async_op: bool = False,
         hdim: int = -1,
         top_ratio: Sequence[int] | None = None,
         top_sizes: Sequence[int] | None = None,
@@ -208,6 +218,7 @@ class HDTensor(torch.Tensor):
         Args:
             spec: The new spec, its short text, a list of ``(mesh, placements)``, or a ``DeviceMesh`` for one subgroup.
             placements: The placements on that mesh; without a mesh, the new ones of a tensor of one subgroup.
+            async_op: DTensor's leave to return before the values are there. The result is the same; here it is complete.
             hdim: The paper's code for the top placement, with a list of pairs.
             top_ratio: Proportions of a top ``Shard``, with a list of pairs.
             top_sizes: Exact extents of a top ``Shard``; default: by the spec's ratio, or unchanged where the top
@@ -234,34 +245,30 @@ class HDTensor(torch.Tensor):
                 "redistribute takes a spec, or the placements of a tensor of one subgroup."
             )
         if spec is None and self.hsize == 1:
-            group = self.spec.subgroups[0].with_placements(placements)
-            return self.spec.replace(subgroups=(group,))
+            return self.spec.replace(subgroups=(one_subgroup(self.spec, placements),))
+        if spec is None:
+            raise SpecError(
+                f"placements go with a DeviceMesh: a tensor of {self.hsize} subgroups has several. Pass a spec."
+            )
         for mesh in meshes_of(spec):
             groups.adopt_mesh(mesh)
         return spec_from(spec, placements, hdim, top_ratio)
 
-    def full_tensor(self) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor on every rank of the world, also those that hold nothing; differentiable.
 
-        Every rank calls it.
+        Every rank calls it. See ``api.collect.full_tensor``.
         """
         from hdtensor.api.collect import full_tensor  # noqa: PLC0415 - the api builds on this type
 
-        return full_tensor(self)
+        return full_tensor(self, grad_placements=grad_placements)
 
     @staticmethod
-    def from_local(
-        local: torch.Tensor,
-        spec: HDSpec | str,
-        *,
-        shape: Sequence[int] | None = None,
-        top_sizes: Sequence[int] | None = None,
-        check: bool = True,
-    ) -> HDTensor:
-        """Build a tensor from every rank's shard; differentiable. See ``api.local.from_local``."""
+    def from_local(*args: Any, **options: Any) -> HDTensor:
+        """Build a tensor from every rank's shard; differentiable. See ``api.local.from_local``, which takes the arguments."""
         from hdtensor.api.local import from_local  # noqa: PLC0415 - the api builds on this type
 
-        return from_local(local, spec, shape=shape, top_sizes=top_sizes, check=check)
+        return from_local(*args, **options)
 
     @staticmethod
     def from_dtensor(

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._rank import current_rank, is_played
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.local import shard_of
 from hdtensor.collectives import observe, p2p
 from hdtensor.errors import GroupError, SpecError
+from hdtensor.ops.border import gradient_layout
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.special.move import gradient_bound
 from hdtensor.tensor import HDTensor
 
 
-def full_tensor(tensor: HDTensor) -> torch.Tensor:
+def full_tensor(
+    tensor: HDTensor, *, grad_placements: Sequence[Placement] | None = None
+) -> torch.Tensor:
     """Return the whole tensor on every rank, also those that hold no part; differentiable.
 
     Every rank of the world calls it. Pending reductions are done.
 
+    Args:
+        tensor: The tensor.
+        grad_placements: For a tensor of one subgroup: the placements of the gradient that comes back. Default: every
+            holder's is that of the whole tensor. With ``[Partial()]`` it is the sum of the holders' gradients.
+
     Raises:
         GroupError: Inside ``as_rank``, where nothing may communicate.
+        SpecError: If ``grad_placements`` do not fit the tensor.
     """
+    _check(tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return _FullTensor.apply(tensor)
+        gradient = gradient_layout(tensor._spec, grad_placements, is_whole=True)
+        return _FullTensor.apply(tensor, gradient, grad_placements is not None)
     return _collect(tensor)
 
 
@@ -37,15 +50,19 @@ def item(tensor: HDTensor) -> int | float | bool | complex:
     Raises:
         RuntimeError: If the tensor has more than one element.
     """
+    _check(tensor)
     with torch.no_grad():
         return _collect(tensor).item()
 
 
-def _collect(tensor: HDTensor) -> torch.Tensor:
+def _check(tensor: Any) -> None:
     if not isinstance(tensor, HDTensor):
         raise SpecError(
             f"expected an HDTensor, got a {type(tensor).__name__}: a plain tensor is whole already."
         )
+
+
+def _collect(tensor: HDTensor) -> torch.Tensor:
     whole = tensor.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
     with torch.no_grad(), observe.because("full_tensor"), observe.profiled("full_tensor"):
         tensor = tensor.redistribute(whole)
@@ -79,12 +96,16 @@ def _send_outside(tensor: HDTensor) -> torch.Tensor:
 
 class _FullTensor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: HDTensor) -> torch.Tensor:
-        ctx.bound = tensor._spec
+    def forward(ctx: Any, tensor: HDTensor, gradient: BoundSpec, is_given: bool) -> torch.Tensor:
+        ctx.bound, ctx.gradient, ctx.is_given = tensor._spec, gradient, is_given
         return _collect(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> HDTensor:
-        bound = gradient_bound(ctx.bound)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[HDTensor, None, None]:
+        bound = ctx.gradient
         bound = BoundSpec.bind(bound.spec, bound.shape, None, bound.dtype, bound.top_sizes)
-        return new_wrapper(HDTensor, shard_of(grad, bound), bound, False)
+        if not ctx.is_given:
+            return new_wrapper(HDTensor, shard_of(grad, bound), bound, False), None, None
+        local = grad if bound.index is not None else grad.new_empty(0)
+        given = new_wrapper(HDTensor, local, bound, False)
+        return given.redistribute(gradient_bound(ctx.bound).spec), None, None

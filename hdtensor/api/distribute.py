@@ -11,20 +11,21 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._rank import as_rank, current_rank
-from hdtensor._torch_compat import new_wrapper
+from hdtensor._torch_compat import current_mesh, new_wrapper
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.local import prepare_groups, shard_of
 from hdtensor.collectives import groups, observe, p2p
 from hdtensor.collectives.split import check_terms
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.placements.forms import SpecLike, meshes_of, spec_from
+from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
 from hdtensor.tensor import HDTensor
 
 
+@also_named(device_mesh="spec")
 def distribute_tensor(
     tensor: torch.Tensor,
-    spec: SpecLike,
+    spec: SpecLike | None = None,
     placements: Sequence[Placement] | None = None,
     *,
     hdim: int = -1,
@@ -44,7 +45,7 @@ def distribute_tensor(
     Args:
         tensor: The whole tensor. A leaf; the result requires grad where it does. On the ``meta`` device the shards are
             made there too.
-        spec: See above.
+        spec: See above; ``device_mesh=`` is the same argument. Default: the mesh of the ``with`` block around the call.
         placements: With a ``DeviceMesh`` only; default ``Replicate()`` on every axis, as DTensor.
         hdim: HDim code of a list of pairs: d for ``Shard(d)``, -1 replicate, -2 partial.
         top_ratio: Proportions of a top ``Shard``, with a list of pairs.
@@ -60,8 +61,9 @@ def distribute_tensor(
         DisagreementError: On every rank, if ranks pass unlike shapes, dtypes or specs, or one of them fails (not with
             ``src_data_rank=None``, which asks nobody).
     """
-    if isinstance(spec, DeviceMesh) and type(src_data_rank) is int:
-        ranks = spec.mesh.flatten().tolist()
+    mesh = spec if spec is not None else current_mesh()
+    if isinstance(mesh, DeviceMesh) and type(src_data_rank) is int:
+        ranks = mesh.mesh.flatten().tolist()
         src_data_rank = ranks[src_data_rank] if 0 <= src_data_rank < len(ranks) else -1
     options: dict[str, Any] = {"hdim": hdim, "top_ratio": top_ratio, "top_sizes": top_sizes}
     if src_data_rank is None or not communicates():

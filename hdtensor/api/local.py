@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._rank import current_rank, is_played
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.agreement import attempt, communicates, exchange
-from hdtensor.api.shards import LocalShard, agreed_layout, check_plain, term_gradient
+from hdtensor.api.shards import (
+    LocalShard,
+    Whole,
+    agreed_layout,
+    check_plain,
+    even_shape,
+    term_gradient,
+)
 from hdtensor.collectives import groups
 from hdtensor.errors import DisagreementError, SpecError
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
 from hdtensor.placements.layout import owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
 from hdtensor.placements.text import as_spec
@@ -80,11 +91,14 @@ def _as_term(local: torch.Tensor, bound: BoundSpec) -> torch.Tensor:
     return local
 
 
+@also_named(local_tensor="local", device_mesh="spec", run_check="check")
 def from_local(
     local: torch.Tensor,
-    spec: HDSpec | str,
+    spec: SpecLike | None = None,
+    placements: Sequence[Placement] | None = None,
     *,
     shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
     top_sizes: Sequence[int] | None = None,
     check: bool = True,
 ) -> HDTensor:
@@ -92,43 +106,49 @@ def from_local(
 
     Args:
         local: This rank's shard. Ranks outside every subgroup pass any tensor; nothing of it is used.
-        spec: How the whole tensor is cut, or the short text of it.
+        spec: How the whole tensor is cut, in any form that ``distribute_tensor`` takes.
+        placements: With a ``DeviceMesh`` only.
         shape: Global shape. Without it the ranks' shards tell, which takes one small collective.
+        stride: Global strides in elements, with ``shape``. Default: dims lie in memory in the order of the shards, where
+            these agree and the ranks ask one another; else contiguous.
         top_sizes: Exact extents of the blocks along a top ``Shard``'s dim; with ``shape`` only.
         check: Make sure that all ranks' shards fit one global shape, also with ``shape``. Every rank of the world calls
-            in that case. ``check=False`` needs ``shape``.
+            in that case. ``check=False`` needs ``shape``, but with a ``DeviceMesh`` all shards may have this one's shape,
+            as DTensor takes it. What replicas hold is not compared.
 
     Raises:
         SpecError: On every rank, if the shards do not fit one global shape (cases 9, 10): the message lists each rank's
             shape beside the one expected.
         DisagreementError: On every rank, if ranks pass unlike specs or dtypes.
     """
-    return _from_local(local, spec, shape, top_sizes, check, None)
+    is_even = not check and shape is None and (spec is None or isinstance(spec, DeviceMesh))
+
+    def said() -> Whole:
+        for mesh in meshes_of(spec):
+            groups.adopt_mesh(mesh)
+        wanted = spec_from(spec, placements)
+        whole = even_shape(wanted, local) if is_even else shape
+        return Whole.of(wanted, whole, stride, top_sizes)
+
+    return _from_local(local, said, check, None)
 
 
 def _from_local(
-    local: torch.Tensor,
-    spec: HDSpec | str,
-    shape: Sequence[int] | None,
-    top_sizes: Sequence[int] | None,
-    check: bool,
-    problem: Exception | None,
+    local: torch.Tensor, said: Callable[[], Whole], check: bool, problem: Exception | None
 ) -> HDTensor:
-    """Build a tensor; ``problem`` is an error of this rank that all ranks must hear of."""
+    """Build a tensor of which this rank says ``said()``; ``problem`` is an error that all ranks must hear of."""
     members_need_grad = None
     if check and communicates():
-        said, wrong = attempt(lambda: LocalShard.of(local, spec, shape, top_sizes))
-        shards = exchange("from_local", said, problem or wrong)
+        mine, wrong = attempt(lambda: LocalShard.of(local, said()))
+        shards = exchange("from_local", mine, problem or wrong)
         bound = agreed_layout(shards)
         members_need_grad = shards[bound.spec.ranks[0]].requires_grad
     elif problem is not None:
         raise problem
-    elif shape is None:
-        check_plain(local)
-        bound = _alone(local, as_spec(spec))
     else:
         check_plain(local)
-        bound = BoundSpec.bind(as_spec(spec), shape, None, local.dtype, top_sizes)
+        whole = said()
+        bound = _alone(local, whole.spec) if whole.shape is None else whole.bind(local.dtype)
     prepare_groups(bound.spec)
     if bound.index is None:
         grad = local.requires_grad if members_need_grad is None else members_need_grad
@@ -188,7 +208,12 @@ def from_dtensor(
     if spec is None:
         return _one_subgroup(dtensor)
     local, problem = attempt(lambda: _local_of(dtensor, as_spec(spec), dtype))
-    return _from_local(local, spec, shape, top_sizes, True, problem)  # type: ignore[arg-type]
+    said = functools.partial(_said_of_blocks, spec, shape, top_sizes)
+    return _from_local(local, said, True, problem)  # type: ignore[arg-type]
+
+
+def _said_of_blocks(spec: HDSpec | str, shape: Any, top_sizes: Any) -> Whole:
+    return Whole.of(as_spec(spec), shape, None, top_sizes)
 
 
 def _one_subgroup(dtensor: DTensor | None) -> HDTensor:
@@ -210,7 +235,7 @@ def _one_subgroup(dtensor: DTensor | None) -> HDTensor:
         raise SpecError("from_dtensor(None) on every rank: nothing here tells a shape.")
     spec, shape, dtype = mine
     local = torch.empty(0, dtype=dtype) if dtensor is None else dtensor.to_local()
-    return _from_local(local, spec, shape, None, False, None)
+    return _from_local(local, lambda: Whole.of(spec, shape, None, None), False, None)
 
 
 def _layout_of(dtensor: DTensor | None) -> tuple[HDSpec, tuple[int, ...], torch.dtype] | None:

@@ -17,63 +17,131 @@ from hdtensor.ops.special.move import gradient_bound, move
 from hdtensor.placements import checks
 from hdtensor.placements.layout import local_shape
 from hdtensor.placements.spec import HDSpec, Subgroup
-from hdtensor.placements.text import as_spec
 from hdtensor.tensor import HDTensor
+
+
+class Whole(NamedTuple):
+    """What every rank says of the whole tensor; None where the shards shall tell."""
+
+    spec: HDSpec
+    shape: tuple[int, ...] | None
+    stride: tuple[int, ...] | None
+    top_sizes: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, spec: HDSpec, shape: Any, stride: Any, top_sizes: Any) -> Whole:
+        """Return what a rank says, checked without asking others.
+
+        Raises:
+            SpecError: If the shape, strides or extents are none, or do not go together.
+        """
+        given = {"shape": shape, "stride": stride, "top_sizes": top_sizes}
+        shape, stride, top_sizes = (
+            None if values is None else checks.int_tuple(name, values)
+            for name, values in given.items()
+        )
+        if shape is not None:
+            spec = normalized(spec, len(shape))
+        if stride is not None:
+            check_stride(shape, stride)
+        return cls(spec, shape, stride, top_sizes)
+
+    def bind(self, dtype: torch.dtype, order: tuple[int, ...] | None = None) -> BoundSpec:
+        """Return the layout; without strides of its own its dims lie in memory in ``order``."""
+        assert self.shape is not None, "the shards have told the shape"
+        stride = self.stride
+        if stride is None and order is not None and len(order) == len(self.shape):
+            stride = dense_stride(self.shape, order)
+        return BoundSpec.bind(self.spec, self.shape, stride, dtype, self.top_sizes)
+
+    def __str__(self) -> str:
+        given = zip(("shape", "stride", "top_sizes"), self[1:], strict=True)
+        return " ".join([str(self.spec), *(f"{name}={v}" for name, v in given if v is not None)])
 
 
 class LocalShard(NamedTuple):
     """What one rank passes as its shard."""
 
     local: tuple[int, ...]
+    order: tuple[int, ...] | None
     dtype: torch.dtype
     requires_grad: bool
-    spec: HDSpec
-    shape: tuple[int, ...] | None
-    top_sizes: tuple[int, ...] | None
+    whole: Whole
 
     @classmethod
-    def of(cls, local: Any, spec: HDSpec | str, shape: Any, top_sizes: Any) -> LocalShard:
+    def of(cls, local: Any, whole: Whole) -> LocalShard:
         """Return what a rank passes, checked without asking others.
 
         Raises:
-            SpecError: If the shard is no plain tensor, or the spec, shape or extents are none.
+            SpecError: If the shard is no plain tensor.
         """
         check_plain(local)
-        spec, shape = as_spec(spec), _tuple("shape", shape)
-        if shape is not None:
-            spec = normalized(spec, len(shape))
-        sizes = _tuple("top_sizes", top_sizes)
-        return cls(tuple(local.shape), local.dtype, local.requires_grad, spec, shape, sizes)
+        return cls(tuple(local.shape), memory_order(local), local.dtype, local.requires_grad, whole)
 
     def __str__(self) -> str:
-        sizes = "" if self.top_sizes is None else f" top_sizes={self.top_sizes}"
-        shape = "" if self.shape is None else f" shape={self.shape}"
         grad = " requires_grad" if self.requires_grad else ""
-        return f"{self.local} {str(self.dtype)[6:]} {self.spec}{shape}{sizes}{grad}"
+        return f"{self.local} {str(self.dtype)[6:]} {self.whole}{grad}"
 
 
 def agreed_layout(said: Sequence[LocalShard]) -> BoundSpec:
     """Return the layout that all ranks' shards make together; its errors are alike on every rank."""
-    spec = said[0].spec
+    whole = said[0].whole
+    spec = whole.spec
     beyond = [rank for rank in spec.ranks if rank >= len(said)]
     if beyond:
         raise SpecError(f"{spec} names rank {beyond[0]} beyond the world of {len(said)}.")
-    dtype, grad = said[spec.ranks[0]][1:3]
+    dtype, grad = said[spec.ranks[0]][2:4]
     for rank, other in enumerate(said):
-        if other[3:] != said[0][3:] or (rank in spec.ranks and other[1:3] != (dtype, grad)):
+        if other.whole != whole or (rank in spec.ranks and other[2:4] != (dtype, grad)):
             listing = "; ".join(f"rank {r}: {o}" for r, o in enumerate(said))
             raise DisagreementError(
                 f"from_local was called with unlike specs, dtypes, shapes or requires_grad: {listing}. Pass the same ones "
                 f"on every rank."
             )
     shards = {rank: said[rank].local for rank in spec.ranks}
-    shape, sizes = said[0].shape, said[0].top_sizes
+    shape, sizes = whole.shape, whole.top_sizes
     if shape is None:
         spec = normalized(spec, len(shards[spec.ranks[0]]))
         shape, found = infer_shape(spec, shards)
         sizes = found if sizes is None else sizes
     check_shards(spec, shape, sizes, shards)
-    return BoundSpec.bind(spec, shape, None, dtype, sizes)
+    orders = {said[rank].order for rank in spec.ranks}
+    order = orders.pop() if len(orders) == 1 else None
+    return whole._replace(spec=spec, shape=shape, top_sizes=sizes).bind(dtype, order)
+
+
+def memory_order(local: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dims in their order in memory, outermost first; None where elements leave gaps or share memory."""
+    stride = local.stride()
+    order = tuple(sorted(range(local.ndim), key=lambda d: (-stride[d], d)))
+    return order if stride == dense_stride(local.shape, order) else None
+
+
+def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose dims lie in memory in ``order``, outermost first.
+
+    >>> dense_stride((4, 8, 8), (2, 0, 1))
+    (8, 1, 32)
+    """
+    stride, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
+
+
+def check_stride(shape: Sequence[int] | None, stride: Sequence[int]) -> None:
+    """Raise unless strides are those of a dense tensor.
+
+    Raises:
+        SpecError: Otherwise, or without a shape.
+    """
+    order = sorted(range(len(stride)), key=lambda d: (-stride[d], d))
+    if shape is None or len(shape) != len(stride) or dense_stride(shape, order) != tuple(stride):
+        raise SpecError(
+            f"stride {tuple(stride)} with shape {None if shape is None else tuple(shape)}: pass both, of one dense "
+            f"tensor, or neither."
+        )
 
 
 def check_plain(local: Any) -> None:
@@ -84,10 +152,6 @@ def check_plain(local: Any) -> None:
     """
     if not isinstance(local, torch.Tensor) or isinstance(local, HDTensor | DTensor):
         raise SpecError(f"from_local takes a plain torch.Tensor, got {type(local).__name__}.")
-
-
-def _tuple(name: str, values: Any) -> tuple[int, ...] | None:
-    return None if values is None else checks.int_tuple(name, values)
 
 
 def infer_shape(
@@ -112,6 +176,22 @@ def infer_shape(
     sizes = tuple(block[dim] for block in blocks)
     shape[dim] = sum(sizes)
     return tuple(shape), sizes
+
+
+def even_shape(spec: HDSpec, local: torch.Tensor) -> tuple[int, ...]:
+    """Return the global shape of a tensor of one subgroup whose shards all have the local tensor's shape.
+
+    Raises:
+        SpecError: If the shard is no plain tensor, or does not have the dims that are cut.
+    """
+    check_plain(local)
+    shape = list(local.shape)
+    (group,) = normalized(spec, local.ndim).subgroups
+    for placement, size in zip(group.placements, group.mesh_shape, strict=True):
+        dim = checks.shard_dim(placement)
+        if dim is not None:
+            shape[dim] *= size
+    return tuple(shape)
 
 
 def _block_shape(group: Subgroup, shards: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:

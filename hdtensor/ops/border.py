@@ -2,29 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor.collectives import groups
+from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import wrap
 from hdtensor.ops.special.move import gradient_bound
+from hdtensor.placements.checks import is_cut
+from hdtensor.placements.spec import HDSpec, Subgroup
+
+
+def one_subgroup(spec: HDSpec, placements: Sequence[Placement]) -> Subgroup:
+    """Return the only subgroup of a spec with other placements.
+
+    Raises:
+        SpecError: If the spec has several subgroups.
+    """
+    if spec.num_subgroups != 1:
+        raise SpecError(
+            f"placements {tuple(placements)} go with one subgroup, and {spec} has {spec.num_subgroups}. For this rank's "
+            f"subgroup see .to_dtensor(grad_top=...)."
+        )
+    return spec.subgroups[0].with_placements(placements)
+
+
+def gradient_layout(
+    bound: BoundSpec, placements: Sequence[Placement] | None, *, is_whole: bool = False
+) -> BoundSpec:
+    """Return the layout of the gradient that comes back for a local or whole tensor.
+
+    Args:
+        bound: The tensor's own.
+        placements: What a user says of the gradient of a tensor of one subgroup; None: as the tensor, with ``Replicate``
+            for ``Partial``.
+        is_whole: Whether the plain tensor is the whole one.
+
+    Raises:
+        SpecError: If the placements do not fit the tensor, or cut otherwise than the plain tensor: a gradient has the
+            shape of what it belongs to.
+    """
+    if placements is None:
+        return gradient_bound(bound)
+    spec = bound.spec.replace(subgroups=(one_subgroup(bound.spec, placements),))
+    found = BoundSpec.bind(spec, bound.shape, bound.stride, bound.dtype)
+    (mine,), (theirs,) = bound.spec.subgroups, found.spec.subgroups
+    for own, other in zip(mine.placements, theirs.placements, strict=True):
+        own = Replicate() if is_whole else own
+        if other != own and (is_cut(other) or is_cut(own)):
+            raise SpecError(
+                f"grad_placements {theirs.placements} of a {'whole' if is_whole else 'local'} tensor of {bound}: a "
+                f"gradient has the shape of its tensor, so that only Replicate() and Partial() may stand for each other."
+            )
+    return found
 
 
 class ToLocal(torch.autograd.Function):
     """``HDTensor.to_local``."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any) -> torch.Tensor:
-        ctx.bound = tensor._spec
+    def forward(ctx: Any, tensor: Any, gradient: BoundSpec) -> torch.Tensor:
+        ctx.gradient = gradient
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return wrap(grad, gradient_bound(ctx.bound))
+        return wrap(grad, ctx.gradient), None
 
 
 class ToDTensor(torch.autograd.Function):
