@@ -12,6 +12,7 @@ from hdtensor.api.collect import full_tensor, item
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import from_dtensor, from_local
+from hdtensor.api.local_map import local_map
 from hdtensor.api.parallelize import distribute_batch, no_sync, parallelize, sync_gradients
 from hdtensor.elastic import SwitchOptions, plan_switch, switch, switch_tensors
 from hdtensor.errors import (
@@ -68,6 +69,7 @@ __all__ = [
     "full_tensor",
     "implicit_replication",
     "item",
+    "local_map",
     "no_sync",
     "ops",
     "parallelize",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,11 @@ from torch.distributed.tensor import DTensor, Partial
 from hdtensor._rank import current_rank, is_played
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.agreement import attempt, communicates, exchange
+from hdtensor.api.shards import LocalShard, agreed_layout, check_plain, term_gradient
 from hdtensor.collectives import groups
-from hdtensor.collectives.split import is_norm
-from hdtensor.errors import DisagreementError, RedistributeError, SpecError
-from hdtensor.ops.bound import BoundSpec, normalized
-from hdtensor.ops.special.move import gradient_bound
-from hdtensor.placements import checks
-from hdtensor.placements.layout import local_shape, owned_boxes
+from hdtensor.errors import DisagreementError, SpecError
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.placements.layout import owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
 from hdtensor.placements.text import as_spec
 from hdtensor.redistribute.resolve import resolve
@@ -119,17 +117,17 @@ def _from_local(
     """Build a tensor; ``problem`` is an error of this rank that all ranks must hear of."""
     members_need_grad = None
     if check and communicates():
-        said, wrong = attempt(lambda: _Shard.of(local, spec, shape, top_sizes))
+        said, wrong = attempt(lambda: LocalShard.of(local, spec, shape, top_sizes))
         shards = exchange("from_local", said, problem or wrong)
-        bound = _agreed(shards)
+        bound = agreed_layout(shards)
         members_need_grad = shards[bound.spec.ranks[0]].requires_grad
     elif problem is not None:
         raise problem
     elif shape is None:
-        _check_plain(local)
+        check_plain(local)
         bound = _alone(local, as_spec(spec))
     else:
-        _check_plain(local)
+        check_plain(local)
         bound = BoundSpec.bind(as_spec(spec), shape, None, local.dtype, top_sizes)
     prepare_groups(bound.spec)
     if bound.index is None:
@@ -145,61 +143,6 @@ def _from_local(
     return new_wrapper(HDTensor, local.detach(), bound, False)
 
 
-def _check_plain(local: Any) -> None:
-    if not isinstance(local, torch.Tensor) or isinstance(local, HDTensor | DTensor):
-        raise SpecError(f"from_local takes a plain torch.Tensor, got {type(local).__name__}.")
-
-
-class _Shard(NamedTuple):
-    """What one rank passes to ``from_local``."""
-
-    local: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    spec: HDSpec
-    shape: tuple[int, ...] | None
-    top_sizes: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, local: Any, spec: HDSpec | str, shape: Any, top_sizes: Any) -> _Shard:
-        _check_plain(local)
-        spec, shape = as_spec(spec), _tuple("shape", shape)
-        if shape is not None:
-            spec = normalized(spec, len(shape))
-        sizes = _tuple("top_sizes", top_sizes)
-        return cls(tuple(local.shape), local.dtype, local.requires_grad, spec, shape, sizes)
-
-    def __str__(self) -> str:
-        sizes = "" if self.top_sizes is None else f" top_sizes={self.top_sizes}"
-        shape = "" if self.shape is None else f" shape={self.shape}"
-        grad = " requires_grad" if self.requires_grad else ""
-        return f"{self.local} {str(self.dtype)[6:]} {self.spec}{shape}{sizes}{grad}"
-
-
-def _agreed(said: Sequence[_Shard]) -> BoundSpec:
-    """Return the layout that all ranks' shards make together; its errors are alike on every rank."""
-    spec = said[0].spec
-    beyond = [rank for rank in spec.ranks if rank >= len(said)]
-    if beyond:
-        raise SpecError(f"{spec} names rank {beyond[0]} beyond the world of {len(said)}.")
-    dtype, grad = said[spec.ranks[0]][1:3]
-    for rank, other in enumerate(said):
-        if other[3:] != said[0][3:] or (rank in spec.ranks and other[1:3] != (dtype, grad)):
-            listing = "; ".join(f"rank {r}: {o}" for r, o in enumerate(said))
-            raise DisagreementError(
-                f"from_local was called with unlike specs, dtypes, shapes or requires_grad: {listing}. Pass the same ones "
-                f"on every rank."
-            )
-    shards = {rank: said[rank].local for rank in spec.ranks}
-    shape, sizes = said[0].shape, said[0].top_sizes
-    if shape is None:
-        spec = normalized(spec, len(shards[spec.ranks[0]]))
-        shape, found = infer_shape(spec, shards)
-        sizes = found if sizes is None else sizes
-    check_shards(spec, shape, sizes, shards)
-    return BoundSpec.bind(spec, shape, None, dtype, sizes)
-
-
 def _alone(local: torch.Tensor, spec: HDSpec) -> BoundSpec:
     """Return the layout without asking: one rank that holds everything knows the shape."""
     if spec.ranks != (current_rank(),):
@@ -210,74 +153,6 @@ def _alone(local: torch.Tensor, spec: HDSpec) -> BoundSpec:
     return BoundSpec.bind(spec, local.shape, None, local.dtype)
 
 
-def _tuple(name: str, values: Any) -> tuple[int, ...] | None:
-    return None if values is None else checks.int_tuple(name, values)
-
-
-def infer_shape(
-    spec: HDSpec, shards: Mapping[int, tuple[int, ...]]
-) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return the global shape and top extents that ranks' shard shapes add up to.
-
-    Args:
-        spec: How the tensor is cut.
-        shards: Shape of each rank's local tensor.
-
-    Raises:
-        SpecError: If the shards do not have the same number of dims.
-    """
-    if len({len(shape) for shape in shards.values()}) > 1:
-        raise SpecError(f"shards have unlike numbers of dims: {_listing(shards)}.")
-    blocks = [_block_shape(group, shards) for group in spec.subgroups]
-    shape = list(blocks[0])
-    dim = checks.shard_dim(spec.top)
-    if dim is None:
-        return tuple(shape), None
-    sizes = tuple(block[dim] for block in blocks)
-    shape[dim] = sum(sizes)
-    return tuple(shape), sizes
-
-
-def _block_shape(group: Subgroup, shards: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
-    first = shards[group.ranks[0]]
-    shape = list(first)
-    for dim in range(len(shape)):
-        axes = [a for a, p in enumerate(group.placements) if checks.shard_dim(p) == dim]
-        if axes:
-            shape[dim] = sum(
-                shards[rank][dim]
-                for rank in group.ranks
-                if all(c == 0 for a, c in enumerate(group.coordinate(rank)) if a not in axes)
-            )
-    return tuple(shape)
-
-
-def check_shards(
-    spec: HDSpec,
-    shape: tuple[int, ...],
-    top_sizes: tuple[int, ...] | None,
-    shards: Mapping[int, tuple[int, ...]],
-) -> None:
-    """Raise unless every rank's shard has the shape that the spec gives it.
-
-    Raises:
-        SpecError: Listing every rank's shape beside the expected one.
-    """
-    sizes = BoundSpec.bind(spec, shape, None, torch.float32, top_sizes).top_sizes
-    expected = {rank: local_shape(spec, shape, sizes, rank) for rank in spec.ranks}
-    wrong = {r: (shards[r], expected[r]) for r in spec.ranks if shards[r] != expected[r]}
-    if wrong:
-        listing = "; ".join(f"rank {r} has {a}, expected {b}" for r, (a, b) in wrong.items())
-        raise SpecError(
-            f"the shards do not make one tensor of shape {shape} cut as {spec}: {listing}. Inside a subgroup cuts "
-            f"are torch.chunk's; for other extents make each rank a subgroup and cut with a top Shard."
-        )
-
-
-def _listing(shards: Mapping[int, tuple[int, ...]]) -> str:
-    return ", ".join(f"rank {rank}: {shape}" for rank, shape in shards.items())
-
-
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, bound: BoundSpec) -> HDTensor:
@@ -286,34 +161,7 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: HDTensor) -> tuple[torch.Tensor, None]:
-        wanted = gradient_bound(ctx.bound)
-        if grad.spec is not wanted.spec or grad.top_sizes != wanted.top_sizes:
-            grad = grad.redistribute(wanted.spec, top_sizes=wanted.top_sizes)
-        weight = _weight_of_terms(ctx.bound)
-        return grad._local_tensor if weight == 1 else grad._local_tensor / weight, None
-
-
-def _weight_of_terms(bound: BoundSpec) -> int:
-    """Return what a term's gradient is divided by: the number of terms of averages.
-
-    Raises:
-        RedistributeError: If a pending reduction is not linear.
-    """
-    if bound.index is None or not bound.spec.has_partial():
-        return 1
-    group = bound.spec.subgroups[bound.index]
-    tiers = [(bound.spec.top, bound.spec.num_subgroups)]
-    tiers += list(zip(group.placements, group.mesh_shape, strict=True))
-    weight = 1
-    for placement, size in tiers:
-        if isinstance(placement, Partial) and size > 1:
-            if placement.reduce_op not in ("sum", "avg") or is_norm(placement):
-                raise RedistributeError(
-                    f"autograd through {placement} terms: which term the result took is not kept. Reduce with "
-                    f"Partial('sum'), or build the tensor under torch.no_grad()."
-                )
-            weight *= size if placement.reduce_op == "avg" else 1
-    return weight
+        return term_gradient(grad, ctx.bound), None
 
 
 def from_dtensor(

@@ -215,7 +215,7 @@ def _refuse_unrunnable(func: Any) -> None:
     if torch.Tag.dynamic_output_shape in func.tags:
         raise DeductionError(
             f"{func}: the result's shape depends on the data, which no rank holds whole. Run it on local "
-            f"tensors (t.to_local()) or on the whole tensor (t.full_tensor())."
+            f"tensors (hdtensor.local_map) or on the whole tensor (t.full_tensor())."
         )
     if torch.Tag.inplace_view in func.tags:
         raise DeductionError(
