@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup format check test test-dist test-kernels test-paper test-gpu demo bench clean
+.PHONY: help setup format check test test-dist test-kernels test-ops test-paper test-gpu demo bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ test-dist: setup ## tests on real gloo processes
 
 test-kernels: setup ## kernels against their references
 	$(PYTEST) tests/kernels $(ARGS)
+
+test-ops: setup ## PyTorch's whole operator database, beside DTensor; half an hour
+	$(BIN)/python -m scripts.opinfo_report --beside-dtensor $(ARGS)
 
 test-paper: setup ## figures, tables and rules of the paper
 	$(PYTEST) -m paper $(ARGS)

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m scripts.opinfo_report                     # about half an hour on two cores
     .venv/bin/python -m scripts.opinfo_report --ops add,softmax --samples 8
-    .venv/bin/python -m scripts.opinfo_report --beside-dtensor    # what DTensor gets right and this does not
-    .venv/bin/python -m scripts.opinfo_report --docs              # rewrite docs/ops.md
+    .venv/bin/python -m scripts.opinfo_report --beside-dtensor    # also what DTensor gets right, and this does not
+    .venv/bin/python -m scripts.opinfo_report --beside-dtensor --docs    # rewrite docs/ops.md
 
 Everything goes to ``outputs/opinfo/``: ``table.txt``, ``outcomes.jsonl`` (one line a case) and a journal for every job.
 """
@@ -26,7 +26,6 @@ from tests.ops.outcomes import (
     ONE,
     OUT,
     PARTLY,
-    RIGHT,
     WRONG,
     Outcome,
     Row,
@@ -35,6 +34,7 @@ from tests.ops.outcomes import (
     rows_of,
     table,
 )
+from tests.ops.standing import DTENSOR, Standing, is_good, standing_of
 from tests.ops.sweep import sweep
 
 
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "outputs" / "opinfo"
 DOCS = ROOT / "docs" / "ops.md"
 
-LAYOUTS = ("one S0", "one any", "two S0", "two any", "two R", "one P", "two P")
+LAYOUTS = ("one S0", "one any", "two S0", "two S1", "two S2", "two R", "one P", "two P")
 BESIDE = ("one S0", "one any")
 
 _MEANINGS = {
@@ -56,7 +56,7 @@ _MEANINGS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what the arguments ask for; return 1 if a case is wrong or crashes."""
+    """Run what the arguments ask for; return 1 if a case is wrong, crashes, or is right with DTensor only."""
     options = _parser().parse_args(argv)
     # The database takes seconds to import: after the arguments are known to be right.
     from tests.ops.opinfo import ops  # noqa: PLC0415
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     layouts = options.layouts.split(",")
     if options.beside_dtensor:
-        layouts = [*BESIDE, *(f"dtensor {layout}" for layout in BESIDE)]
+        layouts += [DTENSOR + layout for layout in BESIDE]
     outcomes = sweep(
         names,
         layouts,
@@ -79,15 +79,15 @@ def main(argv: Sequence[str]) -> int:
         processes=options.processes,
     )
     _write_outcomes(outcomes)
-    if options.beside_dtensor:
-        return _beside_dtensor(outcomes)
-    rows = rows_of(outcomes)
+    rows = rows_of(o for o in outcomes if not o.case.layout.startswith(DTENSOR))
+    standing = standing_of(outcomes)
+    lines = standing.lines() if options.beside_dtensor else []
     (FOLDER / "table.txt").write_text(table(rows), encoding="utf-8")
-    print(table(rows))
-    print(_summary(rows, len(names)))
+    print(table(rows), _summary(rows, len(names)), *standing.behind, *lines, sep="\n")
     if options.docs:
-        DOCS.write_text(document(rows, options.samples), encoding="utf-8")
-    return int(any(row.kind in (WRONG, CRASH) for row in rows))
+        DOCS.write_text(document(rows, options.samples, standing), encoding="utf-8")
+    is_bad = any(row.kind in (WRONG, CRASH) for row in rows)
+    return int(is_bad or (options.beside_dtensor and not is_good(standing)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,38 +114,20 @@ def _summary(rows: list[Row], num_ops: int) -> str:
     return f"{num_ops} operators: {', '.join(parts)}, {num_ops - len(rows)} without a case."
 
 
-def _beside_dtensor(outcomes: list[Outcome]) -> int:
-    """Print the cases that DTensor has right and this package has not."""
-    ours = {(o.case.op, o.case.layout, o.case.sample): o for o in outcomes}
-    tally: Counter[tuple[str, str]] = Counter()
-    behind = []
-    for (op, layout, sample), theirs in ours.items():
-        own = ours.get((op, layout.removeprefix("dtensor "), sample))
-        if not layout.startswith("dtensor ") or own is None:
-            continue
-        tally[theirs.kind, own.kind] += 1
-        if theirs.kind == RIGHT != own.kind:
-            behind.append(own)
-    print(*behind, sep="\n")
-    for (theirs_kind, own_kind), num in sorted(tally.items()):
-        print(f"{num:6} cases: DTensor {theirs_kind}, hdtensor {own_kind}")
-    return int(bool(behind))
-
-
-def document(rows: list[Row], samples: int) -> str:
+def document(rows: list[Row], samples: int, standing: Standing) -> str:
     """Return ``docs/ops.md``."""
     counts = Counter(row.kind for row in rows)
     lines = [
         "# Operators",
         "",
-        "Written by `python -m scripts.opinfo_report --docs`; do not edit. Every operator of PyTorch's own operator",
+        "Written by `make test-ops ARGS=--docs`; do not edit. Every operator of PyTorch's own operator",
         f"database (OpInfo, float32, CPU), up to {samples} of its samples, forward and backward, on four processes,",
         "against plain PyTorch on one. The subgroups are ranks 0, 1 and, where there are two, rank 2; rank 3 is outside",
         "and must see the same results.",
         "",
         "* **one subgroup**: cut on dim 0, and on any dim;",
-        "* **two subgroups**: the top tier cuts dim 0, or any dim, 2:1, or replicates; the bottom tier cuts the first",
-        "  subgroup's block;",
+        "* **two subgroups**: the top tier cuts dim 0, 1 or 2 in the proportion 2:1, or replicates; the bottom tier cuts",
+        "  the first subgroup's block;",
         "* **pending**: every floating operand is an unreduced sum, over the ranks of one subgroup or over two subgroups.",
         "",
         "A column counts the cases that are right; the others are refused with an error on every rank alike. Operators",
@@ -154,6 +136,10 @@ def document(rows: list[Row], samples: int) -> str:
         "| class | operators | meaning |",
         "|---|---|---|",
         *(f"| {k} | {counts[k]} | {_MEANINGS[k]} |" for k in CLASSES if counts[k]),
+        "",
+        "Beside DTensor, on the same cases with one subgroup, by variant of the database:",
+        "",
+        *(f"* {line}" for line in standing.lines()),
         "",
         f"| operator | class | {' | '.join(COLUMNS)} | first refusal |",
         f"|---|---|{'---|' * len(COLUMNS)}---|",

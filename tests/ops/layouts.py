@@ -62,6 +62,10 @@ def _two_any(tensor: torch.Tensor, first: torch.Tensor | None, draw: random.Rand
     if first is None:
         return _two(R, R)
     dim = random.Random(str(tuple(first.shape))).randrange(first.ndim)
+    return _two_dim(dim, tensor, first, draw)
+
+
+def _two_dim(dim: int, tensor: torch.Tensor, first: Any, draw: random.Random) -> HDSpec:
     own = tensor.ndim + dim - first.ndim
     bottom = draw.randrange(-1, tensor.ndim)
     placement = R if bottom < 0 or not tensor.is_floating_point() else Shard(bottom)
@@ -100,6 +104,8 @@ LAYOUTS: dict[str, Layout] = {
     "one mesh": _one_mesh,
     "one P": _one_partial,
     "two S0": _two_s0,
+    "two S1": functools.partial(_two_dim, 1),
+    "two S2": functools.partial(_two_dim, 2),
     "two any": _two_any,
     "two three": _two_three,
     "two R": _two_r,
@@ -112,6 +118,19 @@ DTENSOR = "dtensor "
 def layout_of(name: str) -> Layout:
     """Return a layout; ``dtensor one S0`` is ``one S0`` for plain DTensors."""
     return LAYOUTS[name.removeprefix(DTENSOR)]
+
+
+def applies(name: str, first: torch.Tensor | None) -> bool:
+    """Return whether a sample has the dim that a layout cuts."""
+    if name not in ("two S1", "two S2"):
+        return True
+    return first is not None and first.ndim > int(name[-1])
+
+
+def really_cuts(spec: HDSpec, tensor: torch.Tensor) -> bool:
+    """Return whether two subgroups, or two ranks of the only one, hold unlike parts of the tensor."""
+    placement = spec.top if spec.num_subgroups > 1 else spec.subgroups[0].placements[0]
+    return isinstance(placement, Shard) and tensor.shape[placement.dim] > 1
 
 
 def dtensor_mesh_and_placements(spec: HDSpec) -> tuple[DeviceMesh, tuple[Any, ...]]:

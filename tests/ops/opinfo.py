@@ -31,7 +31,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 import hdtensor
 from hdtensor import HDTensor
 from tests.ops.agreement import CaseEndedError, agreed
-from tests.ops.layouts import DTENSOR, LAYOUTS, dtensor_mesh_and_placements, layout_of
+from tests.ops.layouts import (
+    DTENSOR,
+    LAYOUTS,
+    applies,
+    dtensor_mesh_and_placements,
+    layout_of,
+    really_cuts,
+)
 from tests.ops.outcomes import IN_PLACE, OUT, RIGHT, WRONG, Case, Outcome
 
 
@@ -148,6 +155,8 @@ def run_case(rank: int, case: Case) -> Outcome | None:
     function = _function(op, case.variant)
     if function is None or not any(map(_is_tensor, leaves)) or any(map(_is_unusable, leaves)):
         return None
+    if not applies(case.layout, next(filter(_is_cuttable, leaves), None)):
+        return None
 
     def call(values: list[Any]) -> list[Any]:
         first, args, kwargs = tree_unflatten(values, structure)
@@ -165,6 +174,7 @@ def run_case(rank: int, case: Case) -> Outcome | None:
     if is_random and case.layout.startswith(DTENSOR):
         return None
     place = functools.partial(_distribute, case, leaves)
+    is_cut = _cuts(case, leaves)
     phase = "forward"
     try:
         if is_random:
@@ -178,8 +188,8 @@ def run_case(rank: int, case: Case) -> Outcome | None:
         if op.supports_autograd and not is_random and case.op not in SHAPE_ONLY:
             _check_backward(case, plain, wanted, operands, got)
     except CaseEndedError as stop:
-        return Outcome(case, stop.kind, phase, stop.text)
-    return Outcome(case, RIGHT, phase)
+        return Outcome(case, stop.kind, phase, stop.text, is_cut)
+    return Outcome(case, RIGHT, phase, is_cut=is_cut)
 
 
 def _function(op: Any, variant: str) -> Callable[..., Any] | None:
@@ -246,6 +256,13 @@ def _distribute(case: Case, leaves: list[Any], *, layout: Any) -> list[Any]:
         else:
             out.append(hdtensor.distribute_tensor(value, spec, src_data_rank=None))
     return [_leaf(value) for value in out]
+
+
+def _cuts(case: Case, leaves: list[Any]) -> bool:
+    """Whether the layout cuts a tensor of the sample; draws as ``_distribute`` does."""
+    draw, layout = seed(case.op, case.sample, "layout"), layout_of(case.layout)
+    first = next((v for v in leaves if _is_cuttable(v)), None)
+    return any(really_cuts(layout(v, first, draw), v) for v in leaves if _is_tensor(v))
 
 
 def _leaf(value: Any) -> Any:

@@ -46,12 +46,14 @@ class Outcome:
         kind: ``right``, ``refused``, ``wrong`` or ``crash``.
         phase: ``forward`` or ``backward``: where it went wrong, or the last that was checked.
         text: The error, or how the values differ.
+        is_cut: Whether the layout cuts a tensor of the sample.
     """
 
     case: Case
     kind: str
     phase: str
     text: str = ""
+    is_cut: bool = False
 
     @classmethod
     def from_dict(cls, entry: dict) -> "Outcome":
