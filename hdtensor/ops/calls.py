@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from hdtensor.ops.propagate import (
     operands,
 )
 from hdtensor.placements import checks
+from hdtensor.placements.layout import contiguous_stride
 from hdtensor.placements.spec import HDSpec, Subgroup
 
 
@@ -229,6 +231,20 @@ def _uses_dim(call: Call, dim: int, num_dims: int) -> bool:
     return dim % num_dims in [d % num_dims for d in dims]
 
 
+_STRIDED = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
+
+
+def reads_memory(call: Call) -> bool:
+    """Return whether the operator may address memory beside the operand's own elements, which copies do not have."""
+    if call.func not in _STRIDED:
+        return False
+    bound = call.specs[(0,)]
+    size, stride, *offset = call.args[2 if call.func is aten.as_strided_scatter.default else 1 :]
+    reach = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    is_own = bound.stride == contiguous_stride(bound.shape) and reach <= math.prod(bound.shape)
+    return not is_own or bool(offset and offset[0] is not None)
+
+
 def _sizes_like(first: BoundSpec, bound: BoundSpec) -> tuple[int, ...] | str:
     """Return extents for ``bound`` in the proportion of ``first``'s, for a message."""
     a, b = first.top_sizes or (), bound.top_sizes or ()
@@ -269,18 +285,20 @@ def needs_communication(call: Call, path: Path, wanted: Placement) -> DeductionE
 def refused(call: Call, tier: str, error: Exception) -> DeductionError:
     """Return the error for a call that a tier's rule refused."""
     listing = "; ".join(f"{call.name_of(p)}: {b}" for p, b in call.specs.items())
-    if isinstance(error, NotImplementedError):
-        return DeductionError(
-            f"{call.func} has no sharding rule at the {tier} tier ({listing}). Redistribute its operands "
-            f"to Replicate() at both tiers, or run it on local tensors. ({error})"
-        )
-    reason = " ".join(map(str, error.args)) or repr(error)
     hint = ""
     for path, bound in call.specs.items():
-        if tier == "top" and not isinstance(bound.spec.top, Replicate):
-            name, whole = call.name_of(path), str(bound.spec.replace(top=Replicate()))
-            hint = f" Insert before it: {name} = {name}.redistribute({whole!r})."
+        spec = bound.spec.map_bottom(lambda _: Replicate()) if tier == "bottom" else bound.spec
+        whole = spec.replace(top=Replicate())
+        if whole is not bound.spec:
+            name = call.name_of(path)
+            hint = f" Insert before it: {name} = {name}.redistribute({str(whole)!r})."
             break
+    if isinstance(error, NotImplementedError):
+        return DeductionError(
+            f"{call.func} has no sharding rule at the {tier} tier ({listing}).{hint} Or run it on local tensors: "
+            f"hdtensor.local_map. ({error})"
+        )
+    reason = " ".join(map(str, error.args)) or repr(error)
     return DeductionError(f"{call.func}: refused at the {tier} tier ({listing}): {reason}{hint}")
 
 

@@ -32,6 +32,7 @@ from hdtensor.ops.calls import (
     is_view,
     needs_communication,
     out_top_sizes,
+    reads_memory,
     refused,
     sizes_from,
 )
@@ -136,7 +137,13 @@ def _decide_top(call: Call, metas: Any) -> TierResult:
     spec = next(iter(call.specs.values())).spec
     if spec.num_subgroups == 1:
         return _trivial_top(call, metas)
-    result = _propagate_top(call)
+    try:
+        result = _propagate_top(call)
+    except DeductionError as error:
+        is_whole = all(isinstance(b.spec.top, Replicate) for b in call.specs.values())
+        if is_whole and isinstance(error.__cause__, NotImplementedError):
+            return _trivial_top(call, metas)  # every subgroup does the same
+        raise
     for path, wanted in result.inputs.items():
         have = call.specs[path].spec.top
         if not isinstance(have, Replicate):
@@ -280,8 +287,6 @@ def _decide_bottom(call: Call, top: TierResult, index: int, metas: Any) -> TierR
         result = propagate(call.func, args, kwargs)
     except HDTensorError:
         raise
-    except NotImplementedError as error:
-        raise refused(call, "bottom", error) from error
     except Exception as error:
         return _gathered(call, top, index, error)
     if any(isinstance(p, MaskPartial) for out in result.outs if out for p in out):
@@ -312,8 +317,8 @@ def _averages_unlike_shards(call: Call, result: TierResult, index: int) -> bool:
 def _gathered(call: Call, top: TierResult, index: int, error: Exception | None) -> TierResult:
     """Return the answer with every operand replicated inside the subgroup.
 
-    DTensor refuses some cuts (uneven flattening) that one device computes; the conversion stays inside
-    the subgroup, as all implicit ones do.
+    DTensor refuses some cuts (uneven flattening), and operators it has no rule for, that one device computes; the
+    conversion stays inside the subgroup, as all implicit ones do.
     """
     axes = len(call.subgroups[index].mesh_shape)
     whole = (Replicate(),) * axes
@@ -322,7 +327,7 @@ def _gathered(call: Call, top: TierResult, index: int, error: Exception | None) 
         for path, bound in call.specs.items()
         if bound.spec.subgroups[index].placements != whole
     }
-    if not inputs and error is not None:
+    if error is not None and (not inputs or reads_memory(call)):
         raise refused(call, "bottom", error) from error
     outs = tuple(None if o is None else whole for o in top.outs)
     return TierResult(outs, inputs, top.op, dict(top.literals))

@@ -3,6 +3,7 @@
 from hdtensor.ops.special import (
     attention,
     batch_norm,
+    diagonals,
     draws,
     embedding,
     indexing,
@@ -26,6 +27,7 @@ from hdtensor.ops.special import (
 __all__ = [
     "attention",
     "batch_norm",
+    "diagonals",
     "draws",
     "embedding",
     "indexing",

@@ -15,7 +15,10 @@ from torch.distributed.tensor.placement_types import Placement
 from hdtensor._torch_compat import DTensorSpec
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.propagate import operands, row_rule
-from hdtensor.ops.registry import deduced, is_hdtensor, special, wrap
+from hdtensor.ops.registry import call, deduced, is_hdtensor, special, wrap
+from hdtensor.ops.special.conversions import convert_inside
+from hdtensor.ops.writes import copy_into
+from hdtensor.placements.spec import HDSpec
 
 
 aten = torch.ops.aten
@@ -28,11 +31,17 @@ _TRAINING = {
 }
 
 
-@special(*_TRAINING, is_local=True)
+#: Where the running statistics stand, which training writes to.
+_RUNNING = (3, 4)
+
+
+@special(*_TRAINING, aten._batch_norm_with_update.default, is_local=True)
 def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    position = _TRAINING[func]
+    position = _TRAINING.get(func)
     like = next(a for a in args if is_hdtensor(a))
-    if (position is not None and args[position]) or like._local_tensor.device.type != "cpu":
+    if func not in _TRAINING or (position is not None and args[position]):
+        return _training(func, args)
+    if like._local_tensor.device.type != "cpu":
         return None
     run = deduced(func, args, kwargs)
     whole = like._spec.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
@@ -43,6 +52,46 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return (out, *(wrap(x, BoundSpec.of(whole, (0,), (1,), x.dtype, None)) for x in empty))
 
     return run_in_evaluation
+
+
+def _training(func: Any, args: tuple[Any, ...]) -> Any:
+    """Bring running statistics that are cut otherwise than the channels to the channels' layout, and back behind it.
+
+    The operator writes to them, so that a conversion in passing would lose what it writes.
+    """
+    wanted = {
+        i: spec
+        for i in _RUNNING
+        if is_hdtensor(args[0]) and is_hdtensor(args[i])
+        for spec in [_by_channel(args[0]._spec, args[i]._spec.spec)]
+        if spec is not args[i]._spec.spec
+    }
+    if not wanted:
+        return None
+
+    def run(*args_and_kwargs: Any) -> Any:
+        *given, kw = args_and_kwargs
+        changed = list(given)
+        for i, spec in wanted.items():
+            changed[i] = convert_inside(func, given[i], spec)
+        out = call(func, *changed, **(kw or {}))
+        for i in wanted:
+            copy_into(func, given[i], changed[i])
+        return out
+
+    return run
+
+
+def _by_channel(x: BoundSpec, statistics: HDSpec) -> HDSpec:
+    """Return statistics' spec with the bottom tier's cuts of the channels of ``x``."""
+    channels = Shard(1) if len(x.shape) > 1 else Shard(0)
+    if [g.mesh_shape for g in x.spec.subgroups] != [g.mesh_shape for g in statistics.subgroups]:
+        return statistics
+    groups = tuple(
+        own.with_placements(Shard(0) if p == channels else Replicate() for p in group.placements)
+        for own, group in zip(statistics.subgroups, x.spec.subgroups, strict=True)
+    )
+    return statistics.replace(subgroups=groups)
 
 
 @row_rule(aten.native_group_norm_backward.default)

@@ -30,7 +30,7 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     bound = args[0]._spec
     if not bound.spec.has_partial():
         return None
-    like = _without_reductions(bound)
+    like = without_reductions(bound)
     run = deduced(func, (wrap(args[0]._local_tensor, like),), kwargs)
     return lambda x, kw: run(wrap(x._local_tensor, like), kw)
 
@@ -41,7 +41,7 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = args[0]._spec
     if not bound.spec.has_partial():
         return None
-    like = _without_reductions(bound)
+    like = without_reductions(bound)
     run = deduced(func, (wrap(args[0]._local_tensor, like),), kwargs)
 
     def run_on_terms(x: Any, kw: Any) -> Any:
@@ -57,7 +57,7 @@ def _bits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = args[0]._spec
     if not bound.spec.has_partial():
         return None
-    whole = _without_reductions(bound).spec
+    whole = without_reductions(bound).spec
     if whole.top != bound.spec.top:
         raise DeductionError(
             f"{func}: the bits of a sum are no sum of bits, and the top tier's reduction is pending ({bound}). Insert: "
@@ -71,7 +71,8 @@ def _bits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return run
 
 
-def _without_reductions(bound: BoundSpec) -> BoundSpec:
+def without_reductions(bound: BoundSpec) -> BoundSpec:
+    """Return the layout of the same tensor with no reduction pending."""
     spec = bound.spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)
     if isinstance(spec.top, Partial):
         spec = spec.replace(top=Replicate())

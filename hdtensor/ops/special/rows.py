@@ -136,3 +136,15 @@ def _unfold_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]
     specs, num_dims = _specs(args, kwargs), len(args[1])
     free = [dim for dim in range(num_dims) if dim != args[2] % num_dims]
     return _whole(1, specs) + [(Shard(dim), Shard(dim)) for dim in free]
+
+
+@row_rule(aten.addbmm.default)
+def _addbmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
+    """``np,bnm,bmp->np``: rows and columns may be cut, what is summed over gives terms."""
+    return [
+        (Replicate(),) * 4,
+        (Shard(0), Shard(0), Shard(1), Replicate()),
+        (Shard(1), Shard(1), Replicate(), Shard(2)),
+        (Partial(), Partial(), Shard(0), Shard(0)),
+        (Partial(), Partial(), Shard(2), Shard(1)),
+    ]

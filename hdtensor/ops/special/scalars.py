@@ -1,13 +1,19 @@
-"""Reading values: ``item``, ``bool`` and ``equal`` answer only where the whole value is."""
+"""Reading values: ``item`` and ``bool`` answer only where the whole value is, ``equal`` and ``allclose`` everywhere."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate
 
+from hdtensor._rank import is_played
 from hdtensor.errors import DeductionError, NonLocalError
-from hdtensor.ops.registry import is_hdtensor, special
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.registry import accepts_plain, is_hdtensor, moves, special, wrap
+from hdtensor.ops.special.move import move
+from hdtensor.ops.special.pending import without_reductions
 
 
 aten = torch.ops.aten
@@ -39,16 +45,55 @@ def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @special(aten.equal.default, aten.allclose.default)
-def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    listing = "; ".join(str(a._spec) for a in args[:2] if is_hdtensor(a))
+def _compare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer for the whole tensors, on every rank; every rank of the world calls it.
 
-    def refuse(*args_and_kwargs: Any) -> Any:
+    Each rank compares its shards, after the other tensor was brought to the layout of the first that has one.
+    """
+    a, b = args[:2]
+    if not (is_hdtensor(a) and is_hdtensor(b)) and not accepts_plain():
         raise DeductionError(
-            f"{func} of distributed tensors would answer for this rank's shards only ({listing}). Compare "
-            f"a.full_tensor() with b.full_tensor(), which every rank calls."
+            f"{func}: one of the tensors is plain. Compare with t.full_tensor(), which every rank calls, distribute the "
+            f"other one too, or call it inside implicit_replication()."
         )
+    if a.shape != b.shape and func is aten.equal.default:
+        return lambda *_: False
+    if a.shape != b.shape:
+        raise DeductionError(
+            f"{func}: shapes {tuple(a.shape)} and {tuple(b.shape)} differ. Expand one to the other's."
+        )
+    layout = without_reductions((a if is_hdtensor(a) else b)._spec)
 
-    return refuse
+    def run(*args_and_kwargs: Any) -> bool:
+        a, b, *given, kw = args_and_kwargs
+        moves[0] += 1  # no rank may skip the module around it
+        same = True
+        shards = [_as(layout, x)._local_tensor for x in (a, b)]
+        if layout.index is not None:
+            same = bool(func(*shards, *given, **(kw or {})))
+        return _everywhere(same)
+
+    return run
+
+
+def _as(layout: BoundSpec, x: Any) -> Any:
+    """Return a tensor in a layout; a plain one counts as replicated."""
+    if not is_hdtensor(x):
+        spec = layout.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
+        whole = BoundSpec.of(spec, x.shape, x.stride(), x.dtype, None)
+        x = wrap(x.new_empty(0) if layout.index is None else x, whole)
+    if x._spec.spec is layout.spec and x._spec.top_sizes == layout.top_sizes:
+        return x
+    return move(x, layout.spec, layout.top_sizes)
+
+
+def _everywhere(flag: bool) -> bool:
+    """Return whether the flag is true on every rank of the world."""
+    if not dist.is_initialized() or is_played():
+        return flag
+    said = [True] * dist.get_world_size()
+    dist.all_gather_object(said, flag)
+    return all(said)
 
 
 @special(aten.is_same_size.default, is_local=True)
