@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "outputs" / "opinfo"
 DOCS = ROOT / "docs" / "ops.md"
 
-LAYOUTS = ("one S0", "one any", "two S0", "two S1", "two S2", "two R", "one P", "two P")
+LAYOUTS = ("one S0", "one any", "two S0", "two E0", "two S1", "two S2", "two R", "one P", "two P")
 BESIDE = ("one S0", "one any")
 
 _MEANINGS = {

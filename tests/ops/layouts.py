@@ -58,7 +58,7 @@ def _two_s0(tensor: torch.Tensor, first: torch.Tensor | None, draw: random.Rando
 
 
 def _two_any(tensor: torch.Tensor, first: torch.Tensor | None, draw: random.Random) -> HDSpec:
-    """Cut one dim of ``first``, and of the others the dim that broadcasts with it."""
+    """Cut a drawn dim of ``first``, and of the others the dim that broadcasts with it."""
     if first is None:
         return _two(R, R)
     dim = random.Random(str(tuple(first.shape))).randrange(first.ndim)
@@ -67,6 +67,8 @@ def _two_any(tensor: torch.Tensor, first: torch.Tensor | None, draw: random.Rand
 
 def _two_dim(dim: int, tensor: torch.Tensor, first: Any, draw: random.Random) -> HDSpec:
     own = tensor.ndim + dim - first.ndim
+    if own < 0 and tensor.shape == first.shape[dim : dim + 1]:  # one number a channel
+        own = 0
     bottom = draw.randrange(-1, tensor.ndim)
     placement = R if bottom < 0 or not tensor.is_floating_point() else Shard(bottom)
     if own < 0 or tensor.shape[own] != first.shape[dim]:
@@ -104,6 +106,7 @@ LAYOUTS: dict[str, Layout] = {
     "one mesh": _one_mesh,
     "one P": _one_partial,
     "two S0": _two_s0,
+    "two E0": functools.partial(_two_dim, 0),
     "two S1": functools.partial(_two_dim, 1),
     "two S2": functools.partial(_two_dim, 2),
     "two any": _two_any,
