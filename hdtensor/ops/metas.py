@@ -1,7 +1,8 @@
 """Output metadata of a call whose like was seen with other sizes.
 
 Running an operator's meta function costs 10 us where it is C++ and 100 to 500 us where it is Python. A batch of another
-length changes every call of a model, so shapes are derived from those seen before (``shape_rule``) where they can be.
+length changes every call of a model, so shapes are computed by formula (``exact_metas``), or derived from those seen before
+(``shape_rule``), where they can be.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from hdtensor._torch_compat import TensorMeta
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.calls import Call, as_list
+from hdtensor.ops.exact_metas import exact_metas
 from hdtensor.ops.propagate import output_metas
 from hdtensor.ops.shape_rule import Shape, ShapeRule
 from hdtensor.placements.layout import contiguous_stride
@@ -91,6 +93,9 @@ def metas_of(call: Call, key: Any) -> Any:
         call: The call.
         key: What it has in common with calls of other sizes (``record.sizeless_key``), or None.
     """
+    exact = exact_metas(call)
+    if exact is not None:
+        return exact
     bounds = list(call.specs.values())
     same = _same_as_operands(call, bounds)
     inputs = (
