@@ -133,7 +133,68 @@ def norm_of_a_scalar_over_its_dim(place):
     return [torch.linalg.vector_norm(place(torch.tensor(-2.0), "R / 0,1:R"), 2, 0)]
 
 
+def batches_of_matrices(place):
+    """The dims before the last two are independent problems; one block has the only matrix of its rank."""
+    outs = []
+    for spec in ("S0[3:1] / 0,1:S0 2:R", "S0[1:3] / 0,1:S1 2:S2"):
+        x = place(_draw(4, 3, 3) + 3 * torch.eye(3), spec)
+        symmetric = x @ x.mT
+        outs += [torch.linalg.inv(x), torch.linalg.cholesky(symmetric), torch.linalg.det(x)]
+        outs += [torch.linalg.svdvals(x), torch.linalg.eigvalsh(symmetric), torch.linalg.qr(x).R]
+        outs += [torch.linalg.solve(x, symmetric), torch.linalg.matrix_exp(x / 9)]
+        outs += [x.diagonal(dim1=2, dim2=1), torch.diag_embed(x, 1, 0, -1), x.diagonal(1, -2, -1)]
+    return outs
+
+
+def parts_of_a_triangle(place):
+    """Each rank's corner lies elsewhere; terms of a sum are cut alike."""
+    specs = (TWO, "S1[1:3] / 0,1:S0 2:R", "S1[2:1] / 0,1:S1 2:R", "P / 0,1:S1 2:R", "R / 0,1:P")
+    return [
+        function(place(_draw(5, 7), spec), diagonal)
+        for spec in specs
+        for function in (torch.tril, torch.triu)
+        for diagonal in (-3, 0, 2)
+    ]
+
+
+def running_statistics_that_are_cut_otherwise(place):
+    """Training writes to them, so that a conversion in passing would lose what it writes."""
+    outs = []
+    for cut in ("S0", "S1", "S2", "R"):
+        for mean, var in (("S0", "R"), ("R", "S0"), ("S0", "S0")):
+            x = place(_draw(4, 6, 3), f"R / 0,1:{cut} 2:R")
+            running = place(torch.zeros(6), f"R / 0,1:{mean} 2:R")
+            squared = place(torch.ones(6), f"R / 0,1:{var} 2:R")
+            outs += [F.batch_norm(x, running, squared, training=True), running, squared]
+    return outs
+
+
+def operators_without_any_rule(place):
+    """Every rank of a subgroup does the whole, and every subgroup the same."""
+    x, y = place(_draw(4, 3), "R / 0,1:S0 2:R"), place(_draw(5, 3), "R / 0,1:S1 2:R")
+    index = place(torch.tensor([1, 7, 3]), "R / 0,1:S0 2:R")
+    return [torch.cdist(x, y), F.pdist(x), torch.block_diag(x, y), x.put(index, x[:3, 0])]
+
+
+def sums_of_products_of_batches(place):
+    a, b = _draw(4, 5, 3), _draw(4, 3, 6)
+    outs = []
+    for self, batch1, batch2 in (
+        ("R / 0,1:R 2:R", "S0[3:1] / 0,1:S1 2:R", "S0[3:1] / 0,1:S1 2:R"),
+        ("S0[3:2] / 0,1:R 2:R", "S1[3:2] / 0,1:S2 2:R", "R / 0,1:S1 2:R"),
+        ("S1[1:2] / 0,1:R 2:R", "R / 0,1:S0 2:R", "S2[1:2] / 0,1:S0 2:R"),
+    ):
+        operands = place(_draw(5, 6), self), place(a, batch1), place(b, batch2)
+        outs.append(torch.addbmm(*operands, beta=0.5, alpha=2))
+    return outs
+
+
 FAULTS = [
+    batches_of_matrices,
+    parts_of_a_triangle,
+    running_statistics_that_are_cut_otherwise,
+    operators_without_any_rule,
+    sums_of_products_of_batches,
     fill_of_a_pending_sum,
     copies_and_bits_of_a_pending_sum,
     gradient_through_a_reciprocal_of_a_pending_sum,
