@@ -140,11 +140,14 @@ def _unfold_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]
 
 @row_rule(aten.addbmm.default)
 def _addbmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
-    """``np,bnm,bmp->np``: rows and columns may be cut, what is summed over gives terms."""
+    """``np,bnm,bmp->np``: rows and columns may be cut, what is summed over gives terms; the first operand broadcasts."""
+    added, first, second = (tuple(s.shape) for s in args[:3])
+    has_rows = len(added) > 1 and added[0] == first[1]
+    has_columns = bool(added) and added[-1] == second[2]
     return [
         (Replicate(),) * 4,
-        (Shard(0), Shard(0), Shard(1), Replicate()),
-        (Shard(1), Shard(1), Replicate(), Shard(2)),
+        (Shard(0), Shard(0) if has_rows else Replicate(), Shard(1), Replicate()),
+        (Shard(1), Shard(len(added) - 1) if has_columns else Replicate(), Replicate(), Shard(2)),
         (Partial(), Partial(), Shard(0), Shard(0)),
         (Partial(), Partial(), Shard(2), Shard(1)),
     ]
