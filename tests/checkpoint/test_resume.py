@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -76,7 +77,9 @@ def _torch_calls(rank, folder):
     parts = get_state_dict(model, optimizer)
     dcp.save({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=folder + "/sync")
     future = dcp.async_save(
-        {"model": parts[0], "optimizer": parts[1]}, checkpoint_id=folder + "/async"
+        {"model": parts[0], "optimizer": parts[1]},
+        checkpoint_id=folder + "/async",
+        process_group=dist.new_group(backend="gloo"),  # beside the messages of the training
     )
     expected = train(model, optimizer, range(2, 4))  # while the snapshot is being written
     future.result()
