@@ -92,7 +92,7 @@ class TensorWriter:
         del self._left[0]
         if tensor.numel():
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            self._file.write(memoryview(flat.numpy()))
+            self._file.write(flat.numpy().data)
 
     def close(self) -> None:
         """Have the operating system put everything on the disk."""
