@@ -6,7 +6,6 @@ import io
 import math
 import os
 from collections.abc import Iterable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from hdtensor.errors import CheckpointError
 

@@ -48,7 +48,7 @@ def gathered(tensor: HDTensor, rank: int) -> torch.Tensor | None:
     """
     if tensor.spec.has_partial():
         with torch.no_grad():
-            tensor = tensor.detach().redistribute(HDSpec([Subgroup((rank,))]))
+            tensor = tensor.redistribute(HDSpec([Subgroup((rank,))]))
     bound, me = tensor._spec, current_rank()
     shape = tuple(bound.shape)
     local = tensor._local_tensor.detach().resolve_conj().resolve_neg()
@@ -75,7 +75,8 @@ def gathered(tensor: HDTensor, rank: int) -> torch.Tensor | None:
 
 def _whole(value: Any, rank: int | None, device: torch.device | str | None) -> Any:
     if isinstance(value, HDTensor):
-        whole = value.detach().full_tensor() if rank is None else gathered(value, rank)
+        with torch.no_grad():
+            whole = value.full_tensor() if rank is None else gathered(value, rank)
         return whole if whole is None or device is None else whole.to(device)
     if isinstance(value, Mapping):
         return {key: _whole(inner, rank, device) for key, inner in value.items()}

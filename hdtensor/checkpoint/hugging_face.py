@@ -7,6 +7,7 @@ rank reads only the boxes that it holds.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import re
@@ -128,7 +129,7 @@ def load_hf(
     agree("load_hf", problem)
     assert found is not None, "without a problem there are tensors"
     tensors, files, incompatible = found
-    _, problem = attempt(lambda: [_read(tensor, files) for tensor in tensors])
+    _, problem = attempt(lambda: _read(tensors, files))
     agree("load_hf", problem)
     return incompatible
 
@@ -196,7 +197,7 @@ def _write_file(target: Path, tensors: list[_Tensor], writer: int) -> Exception 
         whole = gathered(value, writer) if isinstance(value, HDTensor) else value.detach()
         if file is not None and problem is None:
             assert whole is not None, f"{tensor.key} was gathered here"
-            _, problem = attempt(lambda t=tensor, w=whole: _write_parts(file, t, w))
+            _, problem = attempt(functools.partial(_write_parts, file, tensor, whole))
         del whole
     if file is not None:
         _, closing = attempt(file.close)
@@ -259,7 +260,7 @@ def _write_config(model: nn.Module, path: Path) -> None:
         config.dtype = str(dtypes[0]).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     config.save_pretrained(path)
-    generation = getattr(model, "generation_config", None)
+    generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "save_pretrained") and getattr(model, "can_generate", bool)():
         generation.save_pretrained(path)
 
@@ -337,16 +338,19 @@ def _files(path: Path) -> dict[str, TensorFile]:
     return {name: files[file] for name, file in named.items()}
 
 
-def _read(tensor: _Tensor, files: dict[str, TensorFile]) -> None:
-    local, owned = _owned(tensor.value)
-    for part in tensor.parts:
-        if part.name not in files:
-            continue
-        stored = files[part.name].tensor(part.name)
-        for piece in owned:
-            common = piece.box.intersect(part.box)
-            if common is not None:
-                origin = tuple(
-                    a - o for a, o in zip(piece.box.start, piece.offset, strict=True)
-                )  # fmt: skip
-                local[common.slices_from(origin)].copy_(part.as_in_module(stored, common))
+def _read(tensors: list[_Tensor], files: dict[str, TensorFile]) -> None:
+    for tensor in tensors:
+        local, owned = _owned(tensor.value)
+        for part in tensor.parts:
+            if part.name in files:
+                _read_part(part, files[part.name].tensor(part.name), local, owned)
+
+
+def _read_part(
+    part: FilePart, stored: torch.Tensor, local: torch.Tensor, owned: Sequence[OwnedBox]
+) -> None:
+    for piece in owned:
+        common = piece.box.intersect(part.box)
+        if common is not None:
+            origin = tuple(a - o for a, o in zip(piece.box.start, piece.offset, strict=True))
+            local[common.slices_from(origin)].copy_(part.as_in_module(stored, common))
