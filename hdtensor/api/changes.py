@@ -105,7 +105,7 @@ def make_copyable(
             install(model, model)
         return other
 
-    model.__deepcopy__ = copied
+    model.__deepcopy__ = copied  # type: ignore[assignment]
 
 
 def own_forward(model: nn.Module) -> None:

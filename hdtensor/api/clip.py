@@ -145,6 +145,7 @@ def _lots(function: str, tensors: Sequence[torch.Tensor]) -> _Lots:
     hd = HDTensor
     spec: Any  # a spec, or the type of another tensor
     for tensor in tensors:
+        spec: Any
         if type(tensor) is hd:
             local, spec = tensor._local_tensor, tensor._spec.spec
         else:

@@ -82,11 +82,10 @@ class GradientSync:
         """Have the engine call this object around accumulation, also if a frozen parameter thaws later."""
         needs_grad = parameter.requires_grad
         parameter.requires_grad_()
-        hooks: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if (
-            hooks is not None
-        ):  # what was swapped has the hooks, but does not call them until they are set again
-            parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if hooks is not None:
+            # What was swapped in has them, but does not call them until they are set again.
+            parameter._post_accumulate_grad_hooks = hooks
         if hooks is None or self.note not in hooks.values():
             parameter.register_post_accumulate_grad_hook(self.note)
         accumulator = torch.autograd.graph.get_gradient_edge(parameter).node

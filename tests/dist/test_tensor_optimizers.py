@@ -38,6 +38,10 @@ OPTIMIZERS = [
     (optim.RAdam, {"lr": 0.1}, MODES),
     (optim.Adamax, {"lr": 0.1}, MODES),
     (optim.Rprop, {"lr": 0.1}, MODES),
+    (optim.ASGD, {"lr": 0.1, "weight_decay": 0.1}, MODES),
+    (optim.NAdam, {"lr": 0.1, "decoupled_weight_decay": True, "maximize": True}, MODES),
+    (optim.RAdam, {"lr": torch.tensor(0.1, dtype=torch.float64)}, {"single": {"foreach": False}}),
+    (optim.SGD, {"lr": torch.tensor(0.1, dtype=torch.float64), "dampening": 0.1, "momentum": 0.5}, FUSED),
 ]
 
 

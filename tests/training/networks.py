@@ -96,7 +96,10 @@ def both_backward(net, reference, seed=0, loss=loss_of, rel=1e-11):
     ours.backward()
     want.backward()
     torch.testing.assert_close(
-        torch.tensor(hdtensor.item(ours)).double(), want.detach().double(), rtol=rel, atol=0
+        torch.tensor(hdtensor.item(ours), dtype=torch.float64),
+        want.detach().double(),
+        rtol=rel,
+        atol=0,
     )
 
 
