@@ -1,6 +1,6 @@
 """What clipping by the total norm costs beside plain local tensors and one all-reduce.
 
-    python benchmarks/bench_clip.py          # half a minute
+    python benchmarks/bench_clip.py          # some minutes
     python benchmarks/bench_clip.py --quick  # does it work?
 
 The compared sides take turns in one run on local gloo processes. The whole run is also written as
@@ -73,11 +73,11 @@ def _rows(name: str, shape: tuple[int, int], settings: Settings) -> list[Row]:
         "hdtensor": _clipping(lambda limit: hd.clip_grad_norm_(parameters, limit)),
         "plain": _clipping(lambda limit: _clip_plain(plain, limit)),
     }
-    cpu = timing.interleave(candidates, number=5, repeats=settings.scaled(25))
+    cpu = timing.interleave(candidates, number=5, repeats=settings.scaled(12))
     slowest = torch.tensor([cpu["hdtensor"], cpu["plain"]], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     ours_us, plain_us = slowest.tolist()
-    seconds = wall.interleave(candidates, repeats=settings.scaled(100))
+    seconds = wall.interleave(candidates, repeats=settings.scaled(40))
     ratio = wall.ratio(seconds, "hdtensor", "plain")
     ours_wall, plain_wall = (wall.middle(seconds[k]) * 1e6 for k in candidates)
     named = f"{name}, {shape[0]} x {shape[1]} each"

@@ -55,7 +55,6 @@ PARAMETRIZED = {
     "own": _doubled,
     "weight_norm": lambda net: parametrizations.weight_norm(net.up),
     "weight_norm of rows": lambda net: parametrizations.weight_norm(net.head),
-    "old weight_norm": lambda net: nn.utils.weight_norm(net.up),
 }
 
 
