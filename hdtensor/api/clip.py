@@ -143,9 +143,8 @@ def _lots(function: str, tensors: Sequence[torch.Tensor]) -> _Lots:
     found: _Lots = {}
     is_counted: dict[Any, bool] = {}
     hd = HDTensor
-    spec: Any  # a spec, or the type of another tensor
     for tensor in tensors:
-        spec: Any
+        spec: Any  # a spec, or the type of another tensor
         if type(tensor) is hd:
             local, spec = tensor._local_tensor, tensor._spec.spec
         else:

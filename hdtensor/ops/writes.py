@@ -83,7 +83,8 @@ def functional_then_copy(func: Any) -> Any | None:
         return None
 
     def run(x: Any, *rest: Any) -> Any:
-        copy_into(func, x, call(functional, x, *rest[:-1], **(rest[-1] or {})))
+        result = call(functional, x, *rest[:-1], **(rest[-1] or {}))
+        copy_into(func, x, result, func._schema.arguments[0].name)
         return x
 
     return run
@@ -100,21 +101,24 @@ def _overload(func: Any, name: str, arguments: list[tuple[str, str]]) -> Any | N
     return None
 
 
-def copy_into(func: Any, out: Any, result: Any) -> None:
-    """Copy a result into a tensor that keeps its layout.
+def copy_into(func: Any, out: Any, result: Any, name: str = "out") -> None:
+    """Copy a result into a tensor that keeps its layout; ``name`` is what the operator calls it.
 
     Raises:
         DeductionError: If the shapes differ, or the result would have to move between subgroups.
     """
     if not is_hdtensor(out):
         raise DeductionError(
-            f"{func}: out is a plain tensor of shape {tuple(out.shape)}; give an HDTensor laid out as "
+            f"{func}: {name} is a plain tensor of shape {tuple(out.shape)}; give an HDTensor laid out as "
             f"{result._spec}."
         )
-    check_writable(func, "out", out._spec)
+    check_writable(func, name, out._spec)
     into, have = out._spec, result._spec
     if out.shape != result.shape or not _is_near(into, have):
-        raise DeductionError(f"{func}: out is {into}, but the result is {have}.")
+        advice = "Use the out-of-place operator, or redistribute"
+        raise DeductionError(
+            f"{func}: writing in place would change the layout of {name!r} from {into} to {have}. {advice} {name!r} first."
+        )
     if into.spec is not have.spec:
         result = torch.ops.hdtensor.redistribute(result, into.spec.id, into.top_sizes, False)
     out._local_tensor.copy_(result._local_tensor)

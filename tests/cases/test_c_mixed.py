@@ -31,8 +31,13 @@ def _check_total_norm(rank):
     for p in parameters:
         assert torch.allclose(p.grad.full_tensor(), X / total)
     # Torch's own function stacks the norms: that would be an operator across subgroups.
-    with pytest.raises(DeductionError, match=r"\[0, 1\].*\[0, 1, 2, 3\]"):
+    for p in parameters:
+        p.grad = cut(X, p.spec)
+    with pytest.raises(DeductionError, match=r"\[0, 1\].*\[0, 1, 2, 3\].*hdtensor.clip_grad_norm_"):
         nn.utils.clip_grad_norm_(parameters, 1.0)
+    assert hdtensor.clip_grad_norm_(parameters, 1.0).item() == pytest.approx(144.3329, rel=1e-6)
+    for p in parameters:
+        assert torch.allclose(p.grad.full_tensor(), X / (total + 1e-6))
 
 
 @pytest.mark.dist(WORLD_SIZE)

@@ -58,17 +58,17 @@ def test_training_equals_one_device(family, stages, keys, options):
 
 
 def _count(rank, plan):
-    model = hd.parallelize(build("llama"), plan, use_regions=False)
+    model = hd.parallelize(build("llama", vocab_size=256), plan, use_regions=False)
     data = batch(0, size=2, length=13)
     with count_communication() as count:
         out = model(**hd.distribute_batch(model, data))
         out.loss.backward()
-    logits_bytes = 2 * 7 * 64 * 4  # one rank's, in float32
+    logits_bytes = 2 * 7 * 256 * 4  # one rank's, in float32
     forward = [e for e in count.events if e.why not in ("gradients",) and "backward" not in e.why]
     reasons = {e.why for e in forward}
     largest = max((e.num_bytes for e in forward), default=0)
     restored = hd.restore_sequence(model, out.logits.detach(), 13)
-    expected = build("llama")(**data).logits.detach()
+    expected = build("llama", vocab_size=256)(**data).logits.detach()
     torch.testing.assert_close(restored, expected)
     return reasons, largest, logits_bytes
 
@@ -80,7 +80,7 @@ def test_logits_are_not_gathered(keys):
     loss = "aten.nll_loss_forward.default (effective weight of the loss)"
     reasons, largest, logits_bytes = run_world(_count, 4, plan(*CP2, **keys))[0]
     assert reasons == {attention, loss}
-    assert largest < logits_bytes, "keys of two heads of 8 are smaller than logits of 64 words"
+    assert largest < logits_bytes, "keys of two heads of 8 are smaller than logits of 256 words"
 
 
 def _train_with_checkpoints(rank, plan):

@@ -99,7 +99,7 @@ def test_bad_specs():
     for spec, text in [
         ("S2 / 0:R 1:R", "dim 2"),
         ("R / 0,1:S5", "dim 5"),
-        (None, "HDSpec or its short text"),
+        (None, "an HDSpec or its short text"),
         (7, "HDSpec or its short text"),
         ([((0, 1), [Shard(0), Shard(1)])], "one placement per mesh axis"),
         ([((0,), [Replicate()]), ((0,), [Replicate()])], "at most one"),

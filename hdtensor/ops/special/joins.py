@@ -47,7 +47,7 @@ def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     places = {tuple((g.ranks, g.mesh_shape) for g in b.spec.subgroups) for b in bounds}
     if len(places) < 2:
         return None
-    listing = "; ".join(dict.fromkeys(str(b.spec) for b in bounds))
+    listing = "; ".join(dict.fromkeys(f"{b.spec} on {sorted(b.spec.ranks)}" for b in bounds))
     raise DeductionError(
         f"{func}: these {len(bounds)} scalars live on unlike subgroups: {listing}. For the norm of gradients call "
         f"hdtensor.clip_grad_norm_ or hdtensor.get_total_norm on every rank; for other scalars redistribute them "
