@@ -125,7 +125,7 @@ def layout_of(name: str) -> Layout:
 
 def applies(name: str, first: torch.Tensor | None) -> bool:
     """Return whether a sample has the dim that a layout cuts."""
-    if name not in ("two S1", "two S2"):
+    if name not in ("two E0", "two S1", "two S2"):
         return True
     return first is not None and first.ndim > int(name[-1])
 

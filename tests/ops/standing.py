@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from tests.ops.outcomes import CRASH, RIGHT, WRONG, Outcome
+from tests.ops.outcomes import CRASH, REFUSED, RIGHT, WRONG, Outcome
 
 
 DTENSOR = "dtensor "
@@ -19,6 +19,7 @@ class Standing:
         theirs: In full, in part or not at all -> number of variants that DTensor has right on one mesh.
         ours: Likewise for one subgroup.
         behind: Outcomes that are not right here and right with DTensor.
+        reading: Variants among DTensor's right ones that read a value, which ranks outside refuse by contract.
         silent: What became here, by kind, of the cases that are silently wrong with DTensor.
         covered: Variants that DTensor has right where it really cuts.
         top_cut: Those of them that are right here where the top tier really cuts.
@@ -28,6 +29,7 @@ class Standing:
     theirs: Counter
     ours: Counter
     behind: tuple[Outcome, ...]
+    reading: frozenset[str]
     silent: Counter
     covered: frozenset[str]
     top_cut: frozenset[str]
@@ -40,7 +42,8 @@ class Standing:
         behind = sorted({o.case.op for o in self.behind})
         return [
             f"One subgroup: {_counts(self.ours)}; DTensor {_counts(self.theirs)}. Right with DTensor and not here: "
-            f"{len(behind)} variants{_listed(behind)}.",
+            f"{len(behind)} variants{_listed(behind)}; refused on ranks outside, since they read a value: "
+            f"{len(self.reading)}{_listed(sorted(self.reading))}.",
             f"Silently wrong with DTensor: {sum(self.silent.values())} cases; here "
             f"{', '.join(f'{n} {kind}' for kind, n in sorted(self.silent.items())) or 'none'}.",
             f"Of {num} variants that DTensor has right with a cut, {len(self.top_cut)} "
@@ -65,7 +68,7 @@ def standing_of(outcomes: Iterable[Outcome]) -> Standing:
     """Return the figures of a sweep whose layouts are some of both kinds, ``x`` and ``dtensor x``."""
     by_case = {(o.case.op, o.case.layout, o.case.sample): o for o in outcomes if not o.case.variant}
     theirs, ours = defaultdict(list), defaultdict(list)
-    behind, silent, covered = [], Counter(), set()
+    behind, reading, silent, covered = [], set(), Counter(), set()
     for (op, layout, sample), their in by_case.items():
         own = by_case.get((op, layout.removeprefix(DTENSOR), sample))
         if not layout.startswith(DTENSOR) or own is None:
@@ -74,7 +77,9 @@ def standing_of(outcomes: Iterable[Outcome]) -> Standing:
         ours[op].append(own.kind)
         if their.kind == RIGHT:
             covered |= {op} if their.is_cut else set()
-            if own.kind != RIGHT:
+            if own.kind == REFUSED and own.text.startswith("NonLocalError"):
+                reading.add(op)
+            elif own.kind != RIGHT:
                 behind.append(own)
         elif their.kind == WRONG:
             silent[own.kind] += 1
@@ -83,6 +88,7 @@ def standing_of(outcomes: Iterable[Outcome]) -> Standing:
         Counter(map(_grade, theirs.values())),
         Counter(map(_grade, ours.values())),
         tuple(behind),
+        frozenset(reading),
         silent,
         frozenset(covered),
         frozenset(o.case.op for o in right if o.case.layout.startswith("two ") and o.is_cut),

@@ -4,8 +4,8 @@ from tests.ops.outcomes import CRASH, REFUSED, RIGHT, WRONG, Case, Outcome
 from tests.ops.standing import FULL, NOTHING, PART, is_good, standing_of
 
 
-def _outcome(op, layout, kind, sample=0):
-    return Outcome(Case(op, layout, sample), kind, "forward", is_cut=layout != "two R")
+def _outcome(op, layout, kind, sample=0, text=""):
+    return Outcome(Case(op, layout, sample), kind, "forward", text, is_cut=layout != "two R")
 
 
 def _pair(op, theirs, ours, sample=0):
@@ -44,3 +44,13 @@ def test_counts_variants_and_names_what_is_behind():
 def test_a_silent_fault_that_is_one_here_is_not_good():
     assert is_good(standing_of(_pair("loss", WRONG, REFUSED)))
     assert not is_good(standing_of(_pair("loss", WRONG, WRONG)))
+
+
+def test_ranks_outside_may_refuse_to_read():
+    theirs, _ = _pair("narrow", RIGHT, REFUSED)
+    ours = _outcome("narrow", "one S0", REFUSED, text="NonLocalError on the ranks outside")
+
+    standing = standing_of([theirs, ours])
+
+    assert is_good(standing)
+    assert standing.reading == {"narrow"}

@@ -18,6 +18,7 @@ from hdtensor.ops.propagate import operands, row_rule
 from hdtensor.ops.registry import call, deduced, is_hdtensor, special, wrap
 from hdtensor.ops.special.conversions import convert_inside
 from hdtensor.ops.writes import copy_into
+from hdtensor.placements import checks
 from hdtensor.placements.spec import HDSpec
 
 
@@ -55,17 +56,20 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _training(func: Any, args: tuple[Any, ...]) -> Any:
-    """Bring running statistics that are cut otherwise than the channels to the channels' layout, and back behind it.
+    """Cut all operands by channel wherever one is cut, and bring the running statistics back behind it.
 
     The operator writes to them, so that a conversion in passing would lose what it writes.
     """
-    wanted = {
-        i: spec
-        for i in _RUNNING
-        if is_hdtensor(args[0]) and is_hdtensor(args[i])
-        for spec in [_by_channel(args[0]._spec, args[i]._spec.spec)]
-        if spec is not args[i]._spec.spec
+    x = args[0]
+    if not is_hdtensor(x) or len(x.shape) < 2 or not any(is_hdtensor(args[i]) for i in _RUNNING):
+        return None
+    cut = _by_channel(x._spec, x._spec.spec, Shard(1))
+    wanted = {0: cut} | {
+        i: _by_channel(x._spec, args[i]._spec.spec, Shard(0))
+        for i in range(1, _RUNNING[-1] + 1)
+        if is_hdtensor(args[i])
     }
+    wanted = {i: spec for i, spec in wanted.items() if spec is not args[i]._spec.spec}
     if not wanted:
         return None
 
@@ -75,23 +79,25 @@ def _training(func: Any, args: tuple[Any, ...]) -> Any:
         for i, spec in wanted.items():
             changed[i] = convert_inside(func, given[i], spec)
         out = call(func, *changed, **(kw or {}))
-        for i in wanted:
-            copy_into(func, given[i], changed[i])
+        for i in _RUNNING:
+            if i in wanted:
+                copy_into(func, given[i], changed[i])
         return out
 
     return run
 
 
-def _by_channel(x: BoundSpec, statistics: HDSpec) -> HDSpec:
-    """Return statistics' spec with the bottom tier's cuts of the channels of ``x``."""
-    channels = Shard(1) if len(x.shape) > 1 else Shard(0)
-    if [g.mesh_shape for g in x.spec.subgroups] != [g.mesh_shape for g in statistics.subgroups]:
-        return statistics
+def _by_channel(x: BoundSpec, own: HDSpec, channels: Shard) -> HDSpec:
+    """Return an operand's spec with its channels cut inside the subgroups wherever ``x`` is."""
+    if [g.mesh_shape for g in x.spec.subgroups] != [g.mesh_shape for g in own.subgroups]:
+        return own
     groups = tuple(
-        own.with_placements(Shard(0) if p == channels else Replicate() for p in group.placements)
-        for own, group in zip(statistics.subgroups, x.spec.subgroups, strict=True)
+        group.with_placements(
+            channels if checks.is_cut(p) else Replicate() for p in of_x.placements
+        )
+        for group, of_x in zip(own.subgroups, x.spec.subgroups, strict=True)
     )
-    return statistics.replace(subgroups=groups)
+    return own.replace(subgroups=groups)
 
 
 @row_rule(aten.native_group_norm_backward.default)
