@@ -67,7 +67,7 @@ def _two_any(tensor: torch.Tensor, first: torch.Tensor | None, draw: random.Rand
 
 def _two_dim(dim: int, tensor: torch.Tensor, first: Any, draw: random.Random) -> HDSpec:
     own = tensor.ndim + dim - first.ndim
-    if own < 0 and tensor.shape == first.shape[dim : dim + 1]:  # one number a channel
+    if own < 0 < dim and tensor.shape == first.shape[dim : dim + 1]:  # one number a channel
         own = 0
     bottom = draw.randrange(-1, tensor.ndim)
     placement = R if bottom < 0 or not tensor.is_floating_point() else Shard(bottom)
