@@ -162,12 +162,13 @@ def running_statistics_that_are_cut_otherwise(place):
     outs = []
     for cut in ("S0", "S1", "S2", "R"):
         for mean, var in (("S0", "R"), ("R", "S0"), ("S0", "S0"), ("R", "R")):
-            x = place(_draw(5, 5, 5), f"R / 0,1:{cut} 2:R")
-            running = place(torch.zeros(5), f"R / 0,1:{mean} 2:R")
-            squared = place(torch.ones(5), f"R / 0,1:{var} 2:R")
-            weight, bias = place(_draw(5), f"R / 0,1:{var} 2:R"), place(_draw(5), "R / 0,1:R 2:R")
-            made = F.batch_norm(x, running, squared, weight, bias, training=True)
-            outs += [made, running, squared]
+            for num in (5, 1):
+                x = place(_draw(5, num, 5), f"R / 0,1:{cut} 2:R")
+                running = place(torch.zeros(num), f"R / 0,1:{mean} 2:R")
+                squared = place(torch.ones(num), f"R / 0,1:{var} 2:R")
+                scales = place(_draw(num), f"R / 0,1:{var} 2:R"), place(_draw(num), "R / 0,1:R 2:R")
+                made = F.batch_norm(x, running, squared, *scales, training=True)
+                outs += [made, running, squared]
     return outs
 
 

@@ -6,6 +6,8 @@ saved statistics are empty on CPU, though the meta function says otherwise.
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import torch
@@ -40,8 +42,11 @@ _RUNNING = (3, 4)
 def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     position = _TRAINING.get(func)
     like = next(a for a in args if is_hdtensor(a))
-    if func not in _TRAINING or (position is not None and args[position]):
-        return _training(func, args)
+    trains = func not in _TRAINING or (position is not None and args[position])
+    if trains or func._schema.is_mutable:  # what may write keeps its layouts in evaluation too
+        run = _by_channels(func, args)
+        if run is not None or trains:
+            return run
     if like._local_tensor.device.type != "cpu":
         return None
     run = deduced(func, args, kwargs)
@@ -55,7 +60,7 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return run_in_evaluation
 
 
-def _training(func: Any, args: tuple[Any, ...]) -> Any:
+def _by_channels(func: Any, args: tuple[Any, ...]) -> Any:
     """Cut all operands by channel wherever one is cut, and bring the running statistics back behind it.
 
     The operator writes to them, so that a conversion in passing would lose what it writes.
@@ -88,16 +93,21 @@ def _training(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _by_channel(x: BoundSpec, own: HDSpec, channels: Shard) -> HDSpec:
-    """Return an operand's spec with its channels cut inside the subgroups wherever ``x`` is."""
+    """Return an operand's spec with its channels cut inside the subgroups wherever ``x`` is.
+
+    Where there are fewer channels than ranks, which DTensor's rule does not cut, they are whole.
+    """
     if [g.mesh_shape for g in x.spec.subgroups] != [g.mesh_shape for g in own.subgroups]:
         return own
-    groups = tuple(
-        group.with_placements(
-            channels if checks.is_cut(p) else Replicate() for p in of_x.placements
+    groups = []
+    for index, (group, of_x) in enumerate(zip(own.subgroups, x.spec.subgroups, strict=True)):
+        cuts = [checks.is_cut(p) for p in of_x.placements]
+        parts = math.prod(itertools.compress(of_x.mesh_shape, cuts))
+        are_cut = x.block_shape(index)[1] >= parts
+        groups.append(
+            group.with_placements(channels if cut and are_cut else Replicate() for cut in cuts)
         )
-        for group, of_x in zip(own.subgroups, x.spec.subgroups, strict=True)
-    )
-    return own.replace(subgroups=groups)
+    return own.replace(subgroups=tuple(groups))
 
 
 @row_rule(aten.native_group_norm_backward.default)
