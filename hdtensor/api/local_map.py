@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.agreement import attempt, communicates, exchange
-from hdtensor.api.shards import LocalShard, agreed_layout, term_gradient
+from hdtensor.api.local_flow import Flow, is_differentiable
+from hdtensor.api.shards import LocalShard, agreed_layout
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec, normalized
 from hdtensor.ops.registry import events, moves
@@ -146,7 +145,7 @@ class _LocalMap:
         tensors = [a for a in args if isinstance(a, HDTensor)]
         _check_subgroups(tensors, [o for o in self.out_specs if isinstance(o, HDSpec)])
         bounds = self._declared_bounds(args)
-        flow = _Flow([t for t in tensors if torch.is_grad_enabled() and t.requires_grad])
+        flow = Flow([t for t in tensors if torch.is_grad_enabled() and t.requires_grad])
         results = self._run(flow, args, kwargs, bounds)
         flow.gradients = self._gradient_bounds(args, flow, [b for b in bounds if b is not None])
         outs = flow.leave(bounds, results)
@@ -192,7 +191,7 @@ class _LocalMap:
         return bounds
 
     def _run(
-        self, flow: _Flow, args: tuple[Any, ...], kwargs: Any, bounds: list[BoundSpec | None]
+        self, flow: Flow, args: tuple[Any, ...], kwargs: Any, bounds: list[BoundSpec | None]
     ) -> list[Any]:
         """Run the function where this rank takes part, and fill in the layouts that results tell."""
         first = next(a for a in args if isinstance(a, HDTensor))
@@ -270,10 +269,10 @@ class _LocalMap:
             bounds[k] = agreed_layout([shards[place] for shards in said])
 
     def _gradient_bounds(
-        self, args: tuple[Any, ...], flow: _Flow, outs: list[BoundSpec]
+        self, args: tuple[Any, ...], flow: Flow, outs: list[BoundSpec]
     ) -> list[BoundSpec]:
         """Return the layout of the gradient of each argument that needs one."""
-        outs = [b for b in outs if _is_differentiable(b.dtype)]
+        outs = [b for b in outs if is_differentiable(b.dtype)]
         given: list[HDSpec | None] = [None] * len(args)
         if self.in_grad_specs is not None:
             _check_count("in_grad_specs", self.in_grad_specs, args)
@@ -292,88 +291,6 @@ class _LocalMap:
             sizes = bound.top_sizes if spec.top == bound.spec.top else None
             bounds.append(BoundSpec.bind(spec, bound.shape, None, bound.dtype, sizes))
         return bounds
-
-
-class _Flow:
-    """The way of gradients through one call: one node before the function, one behind it.
-
-    Both stand on every rank, also where the function does not run, and the second always leads to the first: so
-    gradients exist on all ranks or on none.
-    """
-
-    def __init__(self, tensors: list[HDTensor]) -> None:
-        self.tensors = list({id(t): t for t in tensors}.values())
-        self.gradients: list[BoundSpec] = []
-        self._anchor: torch.Tensor | None = None
-
-    def enter(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments with local tensors in place of ``HDTensor``s."""
-        local: dict[int, torch.Tensor] = {}
-        if self.tensors:
-            self._anchor, *entered = _Enter.apply(self, *self.tensors)
-            local = {id(t): x for t, x in zip(self.tensors, entered, strict=True)}
-        return tuple(
-            local.get(id(a), a._local_tensor) if isinstance(a, HDTensor) else a for a in args
-        )
-
-    def leave(self, bounds: list[BoundSpec | None], results: list[Any]) -> list[Any]:
-        """Return the results, those with a layout as ``HDTensor``s."""
-        wrapped = [k for k, bound in enumerate(bounds) if bound is not None]
-        declared = [bounds[k] for k in wrapped]
-        if self._anchor is None:
-            outs = tuple(
-                new_wrapper(HDTensor, results[k].detach(), b, False)
-                for k, b in zip(wrapped, declared, strict=True)
-            )
-        else:
-            outs = _Leave.apply(declared, self._anchor, *[results[k] for k in wrapped])
-        results = list(results)
-        for k, out in zip(wrapped, outs, strict=True):
-            results[k] = out
-        return results
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, flow: _Flow, *tensors: HDTensor) -> tuple[torch.Tensor, ...]:
-        ctx.flow = flow
-        anchor = tensors[0]._local_tensor.new_empty(0)
-        return anchor, *[t._local_tensor.view_as(t._local_tensor) for t in tensors]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, anchor: torch.Tensor, *grads: torch.Tensor) -> tuple[Any, ...]:
-        wrapped = zip(grads, ctx.flow.gradients, strict=True)
-        return None, *[new_wrapper(HDTensor, grad, bound, False) for grad, bound in wrapped]
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, bounds: list[BoundSpec], anchor: torch.Tensor, *results: torch.Tensor
-    ) -> tuple[HDTensor, ...]:
-        ctx.bounds = bounds
-        ctx.save_for_backward(anchor)
-        ctx.set_materialize_grads(False)
-        outs = tuple(
-            new_wrapper(HDTensor, result.detach(), bound, False)
-            for result, bound in zip(results, bounds, strict=True)
-        )
-        ctx.mark_non_differentiable(*[o for o in outs if not _is_differentiable(o.dtype)])
-        return outs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: HDTensor | None) -> tuple[Any, ...]:
-        terms = [
-            None if grad is None else term_gradient(grad, bound)
-            for grad, bound in zip(grads, ctx.bounds, strict=True)
-        ]
-        return None, torch.zeros_like(ctx.saved_tensors[0]), *terms
-
-
-def _is_differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _check_count(name: str, specs: list[HDSpec | None], args: tuple[Any, ...]) -> None:
