@@ -13,9 +13,11 @@ from hdtensor.api.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_
 from hdtensor.api.collect import full_tensor, item
 from hdtensor.api.context_parallel import context_parallel
 from hdtensor.api.distribute import distribute_tensor
+from hdtensor.api.factories import empty, full, ones, rand, randn, zeros
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import from_dtensor, from_local
 from hdtensor.api.local_map import local_map
+from hdtensor.api.modules import distribute_module
 from hdtensor.api.parallelize import no_sync, parallelize, sync_gradients
 from hdtensor.checkpoint.gather import full_state_dict
 from hdtensor.checkpoint.hugging_face import load_hf, save_hf
@@ -74,11 +76,14 @@ __all__ = [
     "current_rank",
     "debug",
     "distribute_batch",
+    "distribute_module",
     "distribute_tensor",
     "elastic",
+    "empty",
     "explain",
     "from_dtensor",
     "from_local",
+    "full",
     "full_state_dict",
     "full_tensor",
     "get_total_norm",
@@ -88,9 +93,12 @@ __all__ = [
     "load_hf",
     "local_map",
     "no_sync",
+    "ones",
     "ops",
     "parallelize",
     "plan_switch",
+    "rand",
+    "randn",
     "resolve",
     "restore_sequence",
     "save_checkpoint",
@@ -100,4 +108,5 @@ __all__ = [
     "switch_tensors",
     "sync_gradients",
     "use_topology",
+    "zeros",
 ]
