@@ -10,9 +10,11 @@ from hdtensor import debug, elastic, ops
 from hdtensor._rank import as_rank, current_rank
 from hdtensor.api.collect import full_tensor, item
 from hdtensor.api.distribute import distribute_tensor
+from hdtensor.api.factories import empty, full, ones, rand, randn, zeros
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import from_dtensor, from_local
 from hdtensor.api.local_map import local_map
+from hdtensor.api.modules import distribute_module
 from hdtensor.api.parallelize import distribute_batch, no_sync, parallelize, sync_gradients
 from hdtensor.elastic import SwitchOptions, plan_switch, switch, switch_tensors
 from hdtensor.errors import (
@@ -61,23 +63,30 @@ __all__ = [
     "current_rank",
     "debug",
     "distribute_batch",
+    "distribute_module",
     "distribute_tensor",
     "elastic",
+    "empty",
     "explain",
     "from_dtensor",
     "from_local",
+    "full",
     "full_tensor",
     "implicit_replication",
     "item",
     "local_map",
     "no_sync",
+    "ones",
     "ops",
     "parallelize",
     "plan_switch",
+    "rand",
+    "randn",
     "resolve",
     "simulate",
     "switch",
     "switch_tensors",
     "sync_gradients",
     "use_topology",
+    "zeros",
 ]

@@ -261,11 +261,22 @@ class HDTensor(torch.Tensor):
         return full_tensor(self, grad_placements=grad_placements)
 
     @staticmethod
-    def from_local(*args: Any, **options: Any) -> HDTensor:
-        """Build a tensor from every rank's shard; differentiable. See ``api.local.from_local``, which takes the arguments."""
+    @also_named(local_tensor="local", device_mesh="spec", run_check="check")
+    def from_local(
+        local: torch.Tensor,
+        spec: SpecLike | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        top_sizes: Sequence[int] | None = None,
+        check: bool = True,
+    ) -> HDTensor:
+        """Build a tensor from every rank's shard; differentiable. See ``api.local.from_local``."""
         from hdtensor.api.local import from_local  # noqa: PLC0415 - the api builds on this type
 
-        return from_local(*args, **options)
+        whole: Any = {"shape": shape, "stride": stride, "top_sizes": top_sizes}
+        return from_local(local, spec, placements, check=check, **whole)
 
     @staticmethod
     def from_dtensor(

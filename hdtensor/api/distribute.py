@@ -44,7 +44,7 @@ def distribute_tensor(
 
     Args:
         tensor: The whole tensor. A leaf; the result requires grad where it does. On the ``meta`` device the shards are
-            made there too.
+            made there too. An ``HDTensor`` that is cut like this already is returned itself.
         spec: See above; ``device_mesh=`` is the same argument. Default: the mesh of the ``with`` block around the call.
         placements: With a ``DeviceMesh`` only; default ``Replicate()`` on every axis, as DTensor.
         hdim: HDim code of a list of pairs: d for ``Shard(d)``, -1 replicate, -2 partial.
@@ -68,15 +68,16 @@ def distribute_tensor(
     options: dict[str, Any] = {"hdim": hdim, "top_ratio": top_ratio, "top_sizes": top_sizes}
     if src_data_rank is None or not communicates():
         bound = _bind(tensor, spec, placements, **options)
-        prepare_groups(bound.spec)
-        local = shard_of(tensor, bound)
     else:
         found, problem = attempt(lambda: _bind(tensor, spec, placements, **options))
         bound = _agreed(tensor, found, src_data_rank, problem)
-        prepare_groups(bound.spec)
-        local = (
-            shard_of(tensor, bound) if tensor.is_meta else _scatter(tensor, bound, src_data_rank)
-        )
+    if isinstance(tensor, HDTensor):
+        return tensor
+    prepare_groups(bound.spec)
+    if src_data_rank is None or tensor.is_meta or not communicates():
+        local = shard_of(tensor, bound)
+    else:
+        local = _scatter(tensor, bound, src_data_rank)
     return new_wrapper(HDTensor, local, bound, tensor.requires_grad)
 
 
@@ -85,15 +86,11 @@ def _bind(
 ) -> BoundSpec:
     if not isinstance(tensor, torch.Tensor):
         raise SpecError(f"distribute_tensor takes a torch.Tensor, got {type(tensor).__name__}.")
-    if isinstance(tensor, HDTensor):
-        raise SpecError(
-            f"the tensor is distributed already ({tensor!r}); use tensor.redistribute(spec)."
-        )
     if isinstance(tensor, DTensor):
         raise SpecError(
             f"the tensor is a DTensor of shape {tuple(tensor.shape)}; use HDTensor.from_dtensor."
         )
-    if not tensor.is_leaf:
+    if not (tensor.is_leaf or isinstance(tensor, HDTensor)):
         raise SpecError(
             "distribute_tensor takes a leaf tensor; use HDTensor.from_local inside a graph."
         )
@@ -101,7 +98,15 @@ def _bind(
     for mesh in meshes_of(spec):
         groups.adopt_mesh(mesh)
     check_terms(wanted, tensor.dtype)
-    return BoundSpec.bind(wanted, tensor.shape, None, tensor.dtype, top_sizes)
+    if not isinstance(tensor, HDTensor):
+        return BoundSpec.bind(wanted, tensor.shape, None, tensor.dtype, top_sizes)
+    own = tensor._spec
+    bound = BoundSpec.bind(wanted, own.shape, own.stride, own.dtype, top_sizes)
+    if bound.spec is not own.spec or bound.top_sizes != own.top_sizes:
+        raise SpecError(
+            f"the tensor is distributed already, not as {bound} ({tensor!r}); use tensor.redistribute(spec)."
+        )
+    return bound
 
 
 def _scatter(tensor: torch.Tensor, bound: BoundSpec, source: int) -> torch.Tensor:

@@ -73,10 +73,10 @@ def shard_of(full: torch.Tensor, bound: BoundSpec) -> torch.Tensor:
         local = full.new_empty(bound.local_shape())
         for piece in owned:
             local[piece.local_slices] = full[piece.box.slices_from(origin)]
-    return _as_term(local, bound)
+    return as_term(local, bound)
 
 
-def _as_term(local: torch.Tensor, bound: BoundSpec) -> torch.Tensor:
+def as_term(local: torch.Tensor, bound: BoundSpec) -> torch.Tensor:
     """Turn a value into this rank's term of a pending reduction."""
     assert bound.index is not None
     group = bound.spec.subgroups[bound.index]

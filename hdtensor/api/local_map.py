@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.agreement import attempt, communicates, exchange
-from hdtensor.api.shards import LocalShard, agreed_layout, term_gradient
+from hdtensor.api.shards import LocalShard, Whole, agreed_layout, term_gradient
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec, normalized
 from hdtensor.ops.registry import events, moves
@@ -264,7 +264,8 @@ class _LocalMap:
         for k in asked:
             held = torch.empty(0) if results is None else results[k]
             spec: Any = self.out_specs[k]
-            mine.append(LocalShard(tuple(held.shape), held.dtype, False, spec, None, None))
+            whole = Whole(spec, None, None, None)
+            mine.append(LocalShard(tuple(held.shape), None, held.dtype, False, whole))
         said = exchange("local_map", mine, problem)
         for place, k in enumerate(asked):
             bounds[k] = agreed_layout([shards[place] for shards in said])

@@ -112,8 +112,9 @@ def agreed_layout(said: Sequence[LocalShard]) -> BoundSpec:
 
 def memory_order(local: torch.Tensor) -> tuple[int, ...] | None:
     """Return the dims in their order in memory, outermost first; None where elements leave gaps or share memory."""
-    order = tuple(sorted(range(local.ndim), key=lambda d: (-local.stride(d), d)))
-    return order if local.stride() == dense_stride(local.shape, order) else None
+    stride = local.stride()
+    order = tuple(sorted(range(local.ndim), key=lambda d: (-stride[d], d)))
+    return order if stride == dense_stride(local.shape, order) else None
 
 
 def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:

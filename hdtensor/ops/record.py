@@ -105,7 +105,10 @@ def sizeless_key(call: Call) -> Any:
     shape_position = SHAPE_ARGS.get(call.func)
     if call.func in RESHAPES:
         return None
-    parts: list[Any] = [call.func, next(iter(call.specs.values())).rank]
+    first = next(iter(call.specs.values()))
+    parts: list[Any] = [call.func, first.rank]
+    if shape_position is not None:  # a new tensor is cut as the operand if it has its shape
+        parts.append(list(call.args[shape_position]) == list(first.shape))
     for path, value in operands(call.args, call.kwargs):
         if isinstance(value, BoundSpec):
             parts += [path, value.spec, value.dtype, _kinds(value)]

@@ -11,6 +11,7 @@ from torch import nn
 
 import hdtensor
 from hdtensor import DeductionError, HDTensor, NonLocalError, SpecError, distribute_tensor
+from hdtensor._torch_compat import ExplicitRedistributionContext
 from tests.support.world import run_world
 
 
@@ -208,6 +209,7 @@ def test_conversions():
 def _check_reads(rank):
     pending = make(torch.tensor(3.0), "P / 0,1:R 2:P")
     assert hdtensor.item(pending) == 3.0
+    inside = make(torch.tensor(3.0), "R / 0-2:P")
     ready = make(torch.tensor(True), "R / 0,1:R 2:R")
     assert hdtensor.item(ready) is True
     with pytest.raises(RuntimeError, match="24 elements"):
@@ -221,9 +223,13 @@ def _check_reads(rank):
         assert [read(ready) for read in reads] == [True, True, 1.0]
         with pytest.raises(DeductionError, match="pending"):
             pending.item()
+        with ExplicitRedistributionContext(), pytest.raises(RuntimeError, match="implicit"):
+            inside.item()
+        assert [read(inside) for read in reads] == [3.0, True, 3.0]
     for compare in (torch.equal, torch.allclose):
+        assert compare(make(), make())
         with pytest.raises(DeductionError, match="full_tensor"):
-            compare(make(), make())
+            compare(make(), torch.ones(make().shape))
     for convert in (torch.Tensor.tolist, torch.Tensor.numpy):
         with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
             convert(make())

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 
 from hdtensor._rank import is_played
+from hdtensor._torch_compat import observe_conversion
+from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError, NonLocalError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import accepts_plain, is_hdtensor, moves, special, wrap
-from hdtensor.ops.special.move import move
+from hdtensor.ops.special.move import gradient_bound, move
 from hdtensor.ops.special.pending import without_reductions
 
 
@@ -32,7 +35,7 @@ def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
 
         return refuse
-    if bound.spec.has_partial():
+    if isinstance(bound.spec.top, Partial):
 
         def pending(x: Any, kw: Any) -> Any:
             raise DeductionError(
@@ -41,7 +44,21 @@ def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
 
         return pending
+    if bound.spec.has_partial():
+        return functools.partial(_reduced_item, func, gradient_bound(bound))
     return lambda x, kw: x._local_tensor.item()
+
+
+def _reduced_item(func: Any, whole: BoundSpec, x: Any, kw: Any) -> Any:
+    """Read a value after the reductions inside its subgroups, which are implicit as DTensor's."""
+    assert whole.index is not None, "only ranks that hold a part read"
+    observe_conversion(
+        x._spec.sub(whole.index), whole.sub(whole.index), lambda: f"implicit reduction of {x._spec}"
+    )
+    with observe.because(
+        f"{func} (implicit, inside {list(whole.spec.subgroups[whole.index].ranks)})"
+    ):
+        return move(x, whole.spec, whole.top_sizes)._local_tensor.item()
 
 
 @special(aten.equal.default, aten.allclose.default)
