@@ -49,8 +49,8 @@ def _check_nesting(rank):
             lambda t: HDTensor.from_local(t, "R / 0-3:R"),
             lambda t: HDTensor.from_local(t, "R / 0-3:R", shape=t.shape),
             lambda t: HDTensor.from_local(t, "R / 0-3:R", shape=t.shape, check=False),
-            lambda t: distribute_tensor(t, SPECS[0]),
-            lambda t: distribute_tensor(t, SPECS[0], src_data_rank=None),
+            lambda t: distribute_tensor(t, "R / 0-3:R"),
+            lambda t: distribute_tensor(t, "R / 0-3:R", src_data_rank=None),
         ):
             with pytest.raises(HDTensorError):
                 wrap(wrapped)
