@@ -29,7 +29,8 @@ def make_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
             return value._spec
         if not isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, DTensor) or not (accepts_plain() or value.numel() == 1):
+        is_number = value.ndim <= 1 and value.numel() == 1
+        if isinstance(value, DTensor) or not (accepts_plain() or is_number):
             raise _refuse_plain(func, args, kwargs, path, value, like)
         plain.add(path)
         whole = like.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())

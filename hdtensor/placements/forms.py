@@ -93,7 +93,7 @@ def spec_from(
         return HDSpec.from_meshes(spec, hdim, top_ratio=top_ratio)
     if spec is None:
         raise SpecError(
-            "no spec: pass an HDSpec or its text, a DeviceMesh with placements, or call it inside `with mesh:`."
+            "no spec: pass an HDSpec or its short text, a DeviceMesh with placements, or call it inside `with mesh:`."
         )
     if hdim != -1 or top_ratio is not None:
         raise SpecError(

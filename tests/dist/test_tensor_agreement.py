@@ -65,7 +65,7 @@ CALLS = {
         "leaf",
     ),
     "one fails: distributed twice": (
-        lambda r: distribute_tensor(distribute_tensor(x(4, 6), SPEC), SPEC),
+        lambda r: distribute_tensor(distribute_tensor(x(4, 6), SPEC), OTHER),
         "already",
     ),
     "other function": (
