@@ -14,7 +14,10 @@ import hdtensor as hd
 from hdtensor.collectives.groups import ensure_channels, ensure_groups, group_of
 from hdtensor.placements import local_shape
 from hdtensor.redistribute.execute import execute_many, make_runner
-from hdtensor.redistribute.steps import PointToPoint, RedistributePlan
+from hdtensor.redistribute.steps import (
+    PointToPoint,
+    RedistributePlan,
+)
 
 
 #: Bytes that are moved.

@@ -23,7 +23,9 @@ from hdtensor.plan import AnnotationPlan, ModelDescription, Pattern
 from hdtensor.redistribute import fuse as fuse_module
 from hdtensor.redistribute.fuse import FusedScheme, Move, fuse
 from hdtensor.redistribute.relay import RelayScheme, relay
-from hdtensor.redistribute.steps import Layout
+from hdtensor.redistribute.steps import (
+    Layout,
+)
 from hdtensor.redistribute.topology import Topology
 
 

@@ -22,7 +22,9 @@ from hdtensor.ops.registry import wrap
 from hdtensor.placements.layout import contiguous_stride
 from hdtensor.redistribute.execute import execute_many
 from hdtensor.redistribute.resolve import resolve
-from hdtensor.redistribute.steps import RedistributePlan
+from hdtensor.redistribute.steps import (
+    RedistributePlan,
+)
 from hdtensor.tensor import HDTensor
 
 

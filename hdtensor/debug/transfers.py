@@ -17,6 +17,10 @@ import torch
 from hdtensor.debug import canvas
 from hdtensor.debug.canvas import Block
 from hdtensor.debug.svg import legend, spec_block, subgroup_colours
+from hdtensor.redistribute.cell_collectives import (
+    AllReduce,
+    Collective,
+)
 from hdtensor.redistribute.cost import Flow, PlanCost, StepCost, cost
 from hdtensor.redistribute.explain import (
     bytes_text,
@@ -29,8 +33,6 @@ from hdtensor.redistribute.explain import (
     transfers_of,
 )
 from hdtensor.redistribute.steps import (
-    AllReduce,
-    Collective,
     LocalStep,
     PointToPoint,
     RedistributePlan,

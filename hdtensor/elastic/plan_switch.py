@@ -17,7 +17,9 @@ from hdtensor.redistribute.exchange import merged
 from hdtensor.redistribute.fuse import FusedScheme, Move, fuse
 from hdtensor.redistribute.pour import Route
 from hdtensor.redistribute.relay import RelayScheme, relay
-from hdtensor.redistribute.steps import Layout
+from hdtensor.redistribute.steps import (
+    Layout,
+)
 from hdtensor.redistribute.topology import UNIFORM, Topology
 from hdtensor.redistribute.transfers import SenderRules
 

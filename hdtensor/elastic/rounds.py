@@ -12,7 +12,9 @@ from hdtensor.elastic.plan_switch import Item, SwitchPlan
 from hdtensor.errors import PlanError
 from hdtensor.placements.box import Box, cut_box
 from hdtensor.redistribute.pour import Route
-from hdtensor.redistribute.steps import Layout
+from hdtensor.redistribute.steps import (
+    Layout,
+)
 
 
 class Round(NamedTuple):

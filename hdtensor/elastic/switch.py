@@ -56,7 +56,9 @@ from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements import HDSpec
 from hdtensor.placements.text import as_spec
 from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription, Pattern
-from hdtensor.redistribute.steps import Layout
+from hdtensor.redistribute.steps import (
+    Layout,
+)
 from hdtensor.tensor import HDTensor
 
 

@@ -15,7 +15,9 @@ from hdtensor.elastic.plan_switch import Item
 from hdtensor.elastic.rounds import Round, is_direct, is_kept
 from hdtensor.placements import Box
 from hdtensor.redistribute.pour import Route, phases_of
-from hdtensor.redistribute.steps import find_cell
+from hdtensor.redistribute.steps import (
+    find_cell,
+)
 from hdtensor.redistribute.topology import Topology
 from hdtensor.redistribute.transfers import Transfer
 

@@ -6,7 +6,9 @@
 from hdtensor.redistribute.explain import explain
 from hdtensor.redistribute.resolve import resolve
 from hdtensor.redistribute.simulate import simulate
-from hdtensor.redistribute.steps import RedistributePlan
+from hdtensor.redistribute.steps import (
+    RedistributePlan,
+)
 
 
 __all__ = ["RedistributePlan", "explain", "resolve", "simulate"]

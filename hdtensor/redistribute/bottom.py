@@ -14,16 +14,18 @@ from torch.distributed.tensor import Partial, Replicate
 
 from hdtensor.placements import Box, HDSpec, Subgroup
 from hdtensor.placements.layout import normalize_dim
-from hdtensor.redistribute.steps import (
+from hdtensor.redistribute.cell_collectives import (
     AllGather,
     AllReduce,
     AllToAll,
-    BottomStep,
     Collective,
-    Layout,
-    LocalStep,
     Ranks,
     ReduceScatter,
+)
+from hdtensor.redistribute.steps import (
+    BottomStep,
+    Layout,
+    LocalStep,
     Step,
     is_kept_by_all,
     neutral_element,

@@ -21,15 +21,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, assert_never
 
-from hdtensor.redistribute.memory import extra_bytes
-from hdtensor.redistribute.steps import (
+from hdtensor.redistribute.cell_collectives import (
     AllGather,
     AllReduce,
     AllToAll,
     Collective,
+    ReduceScatter,
+)
+from hdtensor.redistribute.memory import extra_bytes
+from hdtensor.redistribute.steps import (
     PointToPoint,
     RedistributePlan,
-    ReduceScatter,
     Step,
 )
 from hdtensor.redistribute.topology import UNIFORM, Topology

@@ -10,20 +10,22 @@ from torch.distributed.tensor import Partial
 
 from hdtensor.placements import Box, HDSpec
 from hdtensor.placements.checks import placement_text, ranks_text
-from hdtensor.redistribute.cost import PlanCost, cost
-from hdtensor.redistribute.resolve import resolve
-from hdtensor.redistribute.steps import (
+from hdtensor.redistribute.cell_collectives import (
     AllGather,
     AllReduce,
     AllToAll,
+    Collective,
+    ReduceScatter,
+)
+from hdtensor.redistribute.cost import PlanCost, cost
+from hdtensor.redistribute.resolve import resolve
+from hdtensor.redistribute.steps import (
     BatchedSendRecv,
     BatchedSendReduce,
     BottomStep,
-    Collective,
     LocalStep,
     PointToPoint,
     RedistributePlan,
-    ReduceScatter,
     SendRecv,
     SplitAllGather,
     SplitAllReduce,

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from hdtensor.errors import RedistributeError
 from hdtensor.placements import Box
-from hdtensor.redistribute.steps import Layout
+from hdtensor.redistribute.steps import (
+    Layout,
+)
 from hdtensor.redistribute.topology import UNIFORM, Topology
 from hdtensor.redistribute.transfers import (
     Choice,

@@ -19,14 +19,16 @@ from hdtensor.collectives.pack import flatten, unflatten
 from hdtensor.collectives.wire import is_on_host, wire_device
 from hdtensor.placements import Box
 from hdtensor.placements.box import cut_box
-from hdtensor.redistribute.program import Job, Pieces, RankStep
-from hdtensor.redistribute.steps import (
+from hdtensor.redistribute.cell_collectives import (
     AllGather,
     AllReduce,
     AllToAll,
     Collective,
     Ranks,
     ReduceScatter,
+)
+from hdtensor.redistribute.program import Job, Pieces, RankStep
+from hdtensor.redistribute.steps import (
     neutral_element,
 )
 

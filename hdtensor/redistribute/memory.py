@@ -30,14 +30,16 @@ from torch.distributed.tensor import Partial
 
 from hdtensor.placements import Box
 from hdtensor.placements.box import cut_box
-from hdtensor.redistribute.program import Job, Message, RankStep, Slices, compile_plan
-from hdtensor.redistribute.steps import (
+from hdtensor.redistribute.cell_collectives import (
     AllGather,
     AllReduce,
     AllToAll,
     Ranks,
-    RedistributePlan,
     ReduceScatter,
+)
+from hdtensor.redistribute.program import Job, Message, RankStep, Slices, compile_plan
+from hdtensor.redistribute.steps import (
+    RedistributePlan,
 )
 
 

@@ -15,17 +15,19 @@ from typing import NamedTuple, TypeAlias, assert_never
 from torch.distributed.tensor import Partial
 
 from hdtensor.placements import Box, OwnedBox
-from hdtensor.redistribute.steps import (
+from hdtensor.redistribute.cell_collectives import (
     AllGather,
     AllReduce,
     AllToAll,
-    BatchedSendReduce,
     Collective,
+    ReduceScatter,
+)
+from hdtensor.redistribute.steps import (
+    BatchedSendReduce,
     Layout,
     LocalStep,
     PointToPoint,
     RedistributePlan,
-    ReduceScatter,
     SendRecv,
     Step,
     find_cell,

@@ -15,18 +15,20 @@ from torch.distributed.tensor import Partial
 
 from hdtensor.errors import RedistributeError
 from hdtensor.placements import Box, cells
-from hdtensor.redistribute.steps import (
+from hdtensor.redistribute.cell_collectives import (
     AllGather,
     AllReduce,
     AllToAll,
-    BatchedSendReduce,
     Collective,
+    Ranks,
+    ReduceScatter,
+)
+from hdtensor.redistribute.steps import (
+    BatchedSendReduce,
     Layout,
     LocalStep,
     PointToPoint,
-    Ranks,
     RedistributePlan,
-    ReduceScatter,
     SendRecv,
     Step,
     find_cell,

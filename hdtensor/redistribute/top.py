@@ -24,13 +24,15 @@ from torch.distributed.tensor.placement_types import Placement
 from hdtensor.placements import Box, block_boxes
 from hdtensor.placements.box import Grid
 from hdtensor.placements.checks import shard_dim
-from hdtensor.redistribute.steps import (
+from hdtensor.redistribute.cell_collectives import (
     AllGather,
     AllReduce,
-    Layout,
-    LocalStep,
     Ranks,
     ReduceScatter,
+)
+from hdtensor.redistribute.steps import (
+    Layout,
+    LocalStep,
     SplitAllGather,
     SplitAllReduce,
     SplitReduceScatter,

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from hdtensor.plan import AnnotationPlan, ModelDescription, Pattern
 from hdtensor.redistribute.fuse import Move
-from hdtensor.redistribute.steps import Layout
+from hdtensor.redistribute.steps import (
+    Layout,
+)
 
 
 DATA = json.loads((Path(__file__).parent / "data" / "plans.json").read_text())

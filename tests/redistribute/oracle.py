@@ -6,7 +6,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 
 from hdtensor.placements import HDSpec, check_top_sizes
-from hdtensor.redistribute.steps import Layout
+from hdtensor.redistribute.steps import (
+    Layout,
+)
 
 
 _COMBINE = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}

@@ -7,7 +7,11 @@ from torch.distributed.tensor import Partial, Replicate
 from hdtensor.placements import HDSpec
 from hdtensor.redistribute import resolve, simulate
 from hdtensor.redistribute.exchange import constants, num_lacking
-from hdtensor.redistribute.steps import BatchedSendRecv, BatchedSendReduce, SendRecv
+from hdtensor.redistribute.steps import (
+    BatchedSendRecv,
+    BatchedSendReduce,
+    SendRecv,
+)
 from hdtensor.redistribute.topology import Topology
 from tests.redistribute.oracle import cut, layout_of, take, value
 

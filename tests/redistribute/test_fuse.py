@@ -5,7 +5,9 @@ import pytest
 from hdtensor.errors import RedistributeError, TopologyError
 from hdtensor.placements import Box, HDSpec, default_top_sizes
 from hdtensor.redistribute.fuse import Move, fuse
-from hdtensor.redistribute.steps import Layout
+from hdtensor.redistribute.steps import (
+    Layout,
+)
 from hdtensor.redistribute.topology import Topology
 from hdtensor.redistribute.transfers import (
     LOWEST_RANK,

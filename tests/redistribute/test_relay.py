@@ -11,7 +11,9 @@ from hdtensor.placements import Box, HDSpec, default_top_sizes
 from hdtensor.redistribute.fuse import Move, fuse
 from hdtensor.redistribute.pour import Route
 from hdtensor.redistribute.relay import relay
-from hdtensor.redistribute.steps import Layout
+from hdtensor.redistribute.steps import (
+    Layout,
+)
 from hdtensor.redistribute.topology import UNIFORM, Topology
 from hdtensor.redistribute.topology_fields import RankBandwidth
 from tests.paper.switches import moves_between

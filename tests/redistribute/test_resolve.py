@@ -8,16 +8,18 @@ from hdtensor.errors import SpecError, TopologyError
 from hdtensor.placements import Box, HDSpec, Subgroup
 from hdtensor.redistribute import resolve
 from hdtensor.redistribute.bottom import bottom_steps
-from hdtensor.redistribute.exchange import num_lacking
-from hdtensor.redistribute.steps import (
+from hdtensor.redistribute.cell_collectives import (
     AllGather,
     AllReduce,
     AllToAll,
+    ReduceScatter,
+)
+from hdtensor.redistribute.exchange import num_lacking
+from hdtensor.redistribute.steps import (
     BatchedSendRecv,
     BatchedSendReduce,
     BottomStep,
     LocalStep,
-    ReduceScatter,
     SplitAllGather,
     SplitAllReduce,
     SplitReduceScatter,
