@@ -3,6 +3,7 @@
 from hdtensor.ops.special import (
     attention,
     batch_norm,
+    batch_statistics,
     copies,
     diagonals,
     draws,
@@ -31,6 +32,7 @@ from hdtensor.ops.special import (
 __all__ = [
     "attention",
     "batch_norm",
+    "batch_statistics",
     "copies",
     "diagonals",
     "draws",
