@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +14,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hdtensor._rank import is_played
-from hdtensor.api import local_modules as local, points, regions
+from hdtensor.api import local_modules as local, points, regions, router_logits
 from hdtensor.api.agreement import exchange
 from hdtensor.api.changes import Upkeep, make_copyable, own_forward
 from hdtensor.api.context_parallel import share_sequences
+from hdtensor.api.forward import accept_plain, make_generate_collective, own_generate
 from hdtensor.api.gradients import GradientSync, gradient_plan, paused, pending_spec
-from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import prepare_groups
 from hdtensor.api.parameters import device_of, distribute_parameters, initialize
 from hdtensor.api.sequences import order_in
@@ -46,6 +45,9 @@ class ParallelState:
         restores: Give modules whose attention shares sequences their own forwards back.
         is_batch_checked: Whether a batch was compared over all ranks.
         depth: How many calls of the model's forward are running.
+        generating: How many calls of the model's generate are running.
+        wants_router_logits: Whether the running forward is to return routers' logits.
+        router_hooks: They gather these logits.
         upkeep: Notices that the model's parameters are others.
     """
 
@@ -60,6 +62,9 @@ class ParallelState:
     restores: list[Callable[[], None]] = field(default_factory=list)
     is_batch_checked: bool = False
     depth: int = 0
+    generating: int = 0
+    wants_router_logits: bool = False
+    router_hooks: list[RemovableHandle] = field(default_factory=list)
     upkeep: Upkeep = field(init=False)
 
 
@@ -125,8 +130,10 @@ def parallelize(
 
 def _put_on(model: nn.Module, state: ParallelState) -> None:
     state.upkeep = Upkeep(model, state.sync)
-    _accept_plain(model, state)
+    accept_plain(model, state, lambda: _reinstall(model, state))
+    make_generate_collective(model, state)
     state.local = local.install(model, state.local_modules)
+    state.router_hooks = router_logits.install(model, lambda: state.wants_router_logits)
     _install(model, state)
     make_copyable(model, _take_off, _put_on_like)
 
@@ -137,7 +144,10 @@ def _take_off(model: nn.Module) -> None:
     if state.depth:
         raise PlanError("the model is running; copy it between two steps.")
     own_forward(model)
+    own_generate(model)
     _remove(state)
+    for hook in state.router_hooks:
+        hook.remove()
     for module in state.local:
         module.remove()
 
@@ -285,20 +295,3 @@ def _fingerprint(model: nn.Module, src_data_rank: int | None) -> Any:
 def _reinstall(model: nn.Module, state: ParallelState) -> None:
     _remove(state)
     _install(model, state)
-
-
-def _accept_plain(model: nn.Module, state: ParallelState) -> None:
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def accepting(*args: Any, **kwargs: Any) -> Any:
-        if not state.upkeep.is_current():
-            state.upkeep.look(model, functools.partial(_reinstall, model, state))
-        state.depth += 1
-        try:
-            with implicit_replication():
-                return forward(*args, **kwargs)
-        finally:
-            state.depth -= 1
-
-    model.forward = accepting
