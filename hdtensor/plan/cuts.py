@@ -7,39 +7,70 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from hdtensor._torch_compat import StridedShard
 from hdtensor.errors import PlanError
+from hdtensor.placements import Subgroup, checks
 from hdtensor.plan.model import ModelDescription
-from hdtensor.plan.patterns import Role
+from hdtensor.plan.patterns import HEAD_ROLES, Role
 from hdtensor.plan.sites import Use
 from hdtensor.plan.stages import Pipeline, Stage
 from hdtensor.plan.validate import stage_path
 
 
-_HEAD_ROLES = (Role.HEADS, Role.KV_HEADS)
+#: How many equal pieces a fused weight consists of.
+_PIECES = {Role.QKV: 3, Role.GATE_UP: 2, Role.EXPERT_GATE_UP: 2}
 
 
 def placement(use: Use, stage: Stage, model: ModelDescription) -> Placement:
-    """Return the bottom placement of a parameter in a stage (the table of ``Role``).
+    """Return the placement of a parameter along a stage's tp axis (the table of ``Role``).
 
     A stage of one rank holds all of it. Extents that tp does not divide are cut as DTensor cuts
     them, unevenly; heads are never cut apart (``check_heads``).
 
     Raises:
-        PlanError: If a scalar has a role that cuts it.
+        PlanError: If the parameter has too few dims for its role.
     """
     num_dims = len(use.shape)
     if stage.tp == 1 or use.role is Role.REPLICATE:
         return Replicate()
     if use.role is Role.KV_HEADS and not divides_kv_heads(stage, model):
         return Replicate()
-    if num_dims == 0:
+    needed = 3 if use.role.is_expert else 1
+    if num_dims < needed:
+        what = f"of shape {use.shape} has {num_dims} dims" if num_dims else "is a scalar"
         raise PlanError(
-            f"the parameter {use.name!r} is a scalar, so it cannot have the role {use.role}; "
-            f"give it the role 'replicate' by a pattern."
+            f"the parameter {use.name!r} {what}, so it cannot have the role {use.role}; give it the role "
+            f"'replicate' by a pattern."
         )
+    if use.role is Role.EXPERT_ROW:
+        return Shard(2)
     if use.role is Role.ROW:
-        return Shard(1) if num_dims > 1 else Replicate()
-    return Shard(0)
+        return Shard(0 if use.transposed else 1) if num_dims > 1 else Replicate()
+    dim = 1 if use.role.is_expert or use.transposed else 0
+    pieces = _PIECES.get(use.role)
+    if pieces is None:
+        return Shard(dim)
+    if use.shape[dim] % pieces:
+        raise PlanError(
+            f"the parameter {use.name!r} has the role {use.role}, but dim {dim} of its shape {use.shape} "
+            f"is not {pieces} equal pieces."
+        )
+    return StridedShard(dim, split_factor=pieces)
+
+
+def stage_group(stage: Stage, along_tp: Placement | None = None) -> Subgroup:
+    """Return a stage's ranks as a subgroup: the one place that knows the axes of its mesh.
+
+    Args:
+        stage: The stage.
+        along_tp: Placement along the tp axis; default ``Replicate()``.
+    """
+    return Subgroup(stage.ranks, (Replicate() if along_tp is None else along_tp,))
+
+
+def is_cut(use: Use, stages: Sequence[Stage], model: ModelDescription) -> bool:
+    """Return whether some stage that uses the parameter cuts it."""
+    return any(checks.is_cut(placement(use, stage, model)) for stage in stages)
 
 
 def one_placement(uses: Sequence[Use], stage: Stage, model: ModelDescription) -> Placement:
@@ -86,7 +117,7 @@ def check_heads(
     Raises:
         PlanError: The message names the stage's field, the heads and tp.
     """
-    by_heads = [use for use in uses if use.role in _HEAD_ROLES]
+    by_heads = [use for use in uses if use.role in HEAD_ROLES]
     if not by_heads:
         return
     heads = model.num_attention_heads
@@ -104,11 +135,16 @@ def check_heads(
                     f"{stage_path(p, s)}.tp: {stage.tp} does not divide the model's "
                     f"num_attention_heads = {heads}. Use a tp that does."
                 )
-    counts = {Role.HEADS: heads, Role.KV_HEADS: model.num_key_value_heads}
+    counts = {
+        Role.HEADS: heads,
+        Role.KV_HEADS: model.num_key_value_heads,
+        Role.QKV: None if heads is None else 3 * heads,
+    }
     for use in by_heads:
         count, shape = counts[use.role], use.shape
-        if count is not None and shape and shape[0] % count:
+        rows = (shape[-1] if use.transposed else shape[0]) if shape else 0
+        if count is not None and rows % count:
             raise PlanError(
-                f"the parameter {use.name!r} has the role {use.role}, but the {shape[0]} rows of "
+                f"the parameter {use.name!r} has the role {use.role}, but the {rows} rows of "
                 f"its shape {shape} do not divide by the model's {count} heads."
             )

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 LAYER_REGEX = r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)(?=\.)"
 _MAX_DIGITS = 9
 
+#: Classes of linear modules whose weight is (in, out).
+_TRANSPOSED = ("Conv1D",)
+
 
 class ParameterDescription(NamedTuple):
     """One name of a parameter.
@@ -28,11 +31,13 @@ class ParameterDescription(NamedTuple):
         name: Its name in the module.
         shape: Global shape.
         same_as: The first name of the same parameter, for the other names of a tied one.
+        transposed: Whether it is a weight of shape (in, out), as ``transformers``' ``Conv1D`` has.
     """
 
     name: str
     shape: tuple[int, ...]
     same_as: str | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +67,7 @@ class ModelDescription:
         if not self.parameters:
             raise PlanError("the model has no parameters, so there is nothing to spread.")
         seen: set[str] = set()
-        for name, _, same_as in self.parameters:
+        for name, _, same_as, _ in self.parameters:
             if name in seen:
                 raise PlanError(f"the parameter {shown(name)} is described twice.")
             if same_as is not None and same_as not in seen:
@@ -95,10 +100,16 @@ class ModelDescription:
             raise PlanError(f"expected a torch module or a ModelDescription, got {shown(module)}.")
         first_names: dict[int, str] = {}
         parameters = []
+        transposed = {
+            f"{name}.weight"
+            for name, inner in module.named_modules()
+            if type(inner).__name__ in _TRANSPOSED
+        }
         for name, parameter in module.named_parameters(remove_duplicate=False):
             first = first_names.setdefault(id(parameter), name)
             same_as = None if first == name else first
-            parameters.append(ParameterDescription(name, tuple(parameter.shape), same_as))
+            shape = tuple(parameter.shape)
+            parameters.append(ParameterDescription(name, shape, same_as, name in transposed))
         config = getattr(module, "config", None)
         heads = _number(config, "num_attention_heads")
         return cls(
@@ -128,7 +139,7 @@ class ModelDescription:
         >>> sizes = dict(hidden_size=8, intermediate_size=16, num_attention_heads=4, vocab_size=32)
         >>> model = ModelDescription.llama(num_layers=2, num_key_value_heads=2, **sizes)
         >>> model.parameters[2]
-        ParameterDescription(name='model.layers.0.self_attn.k_proj.weight', shape=(4, 8), same_as=None)
+        ParameterDescription(name='model.layers.0.self_attn.k_proj.weight', shape=(4, 8), same_as=None, transposed=False)
         """
         hidden, width = hidden_size, intermediate_size
         kv_width = hidden // num_attention_heads * num_key_value_heads

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hdtensor.errors import PlanError
+from hdtensor.plan.families import BUILT_IN_PATTERNS
 from hdtensor.plan.model import ModelDescription
-from hdtensor.plan.patterns import Pattern, Role, find_pattern
+from hdtensor.plan.patterns import HEAD_ROLES, Pattern, Role, find_pattern
 from hdtensor.plan.stages import Pipeline, Stage
 from hdtensor.plan.validate import stage_path
 
@@ -25,6 +26,7 @@ class Use(NamedTuple):
         shape: Global shape.
         role: The role that the first matching rule gives; replicate without one.
         is_matched: Whether a rule matches.
+        transposed: Whether it is a weight of shape (in, out).
         layer: Index of the layer that the name lies in; None outside layers.
         site: The stage that uses it, in each pipeline.
     """
@@ -34,6 +36,7 @@ class Use(NamedTuple):
     shape: tuple[int, ...]
     role: Role
     is_matched: bool
+    transposed: bool
     layer: int | None
     site: Site
 
@@ -53,9 +56,15 @@ def find_uses(
     embedding without a head, tied    the first stage, and the last as the head
     ================================  ===========================================
 
+    Args:
+        pipelines: The pipelines.
+        model: The model.
+        patterns: The user's rules; the built-in ones follow, where they fit the model.
+
     Raises:
         PlanError: If the stages do not cover the model's layers.
     """
+    find = Rules(model, patterns).find
     check_cover(pipelines, model)
     by_layer = layer_sites(pipelines)
     first = (0,) * len(pipelines)
@@ -63,8 +72,8 @@ def find_uses(
     uses: list[Use] = []
     seen_layer = False
     places = set()
-    for name, shape, same_as in model.parameters:
-        rule = find_pattern(name, patterns)
+    for name, shape, same_as, transposed in model.parameters:
+        rule = find(name)
         found = model.layer_of(name)
         layer = None if found is None else found[1]
         place = None if rule is None else rule.place
@@ -77,15 +86,66 @@ def find_uses(
             site = first if place == "first" else last
             places.add(place)
         role = Role.REPLICATE if rule is None else rule.role
-        uses.append(Use(name, same_as or name, shape, role, rule is not None, layer, site))
+        transposed = transposed or (rule is not None and rule.transposed and len(shape) == 2)
+        uses.append(
+            Use(name, same_as or name, shape, role, rule is not None, transposed, layer, site)
+        )
     if model.tie_word_embeddings and "last" not in places:
         uses += [
             use._replace(site=last)
             for use in uses
-            if use.layer is None
-            and getattr(find_pattern(use.name, patterns), "place", None) == "first"
+            if use.layer is None and getattr(find(use.name), "place", None) == "first"
         ]
     return tuple(uses)
+
+
+class Rules:
+    """The rules for a model's parameters: the user's, then the built-in ones that fit."""
+
+    def __init__(self, model: ModelDescription, patterns: Sequence[Pattern]) -> None:
+        self._patterns = patterns
+        self._model = model
+        self._shapes = {p.name: p.shape for p in model.parameters}
+        self._transposed = {p.name for p in model.parameters if p.transposed}
+
+    def find(self, name: str) -> Pattern | None:
+        """Return the rule for a parameter, None if there is none."""
+        rule = find_pattern(name, self._patterns)
+        if rule is not None:
+            return rule
+        rule = find_pattern(name, BUILT_IN_PATTERNS)
+        return rule if rule is not None and self._fits(name, rule.role) else None
+
+    def _fits(self, name: str, role: Role) -> bool:
+        """Whether a name means here what it means in the families that the rule was written for.
+
+        The heads must be known, and divide the rows; stacked experts must be (experts, out, in) and have no
+        biases, which each rank would add.
+        """
+        shape = self._shapes[name]
+        if role is Role.REPLICATE:
+            return True
+        if not shape:
+            return False
+        if role.is_expert:
+            return self._are_experts(name.rpartition(".")[0])
+        rows = shape[-1] if name in self._transposed else shape[0]
+        heads, kv_heads = self._model.num_attention_heads, self._model.num_key_value_heads
+        if role in HEAD_ROLES:
+            if heads is None or kv_heads is None:
+                return False
+            if role is Role.QKV:
+                return heads == kv_heads and rows % (3 * heads) == 0
+            return rows % (heads if role is Role.HEADS else kv_heads) == 0
+        return role is not Role.GATE_UP or rows % 2 == 0
+
+    def _are_experts(self, module: str) -> bool:
+        first = self._shapes.get(f"{module}.gate_up_proj", ())
+        second = self._shapes.get(f"{module}.down_proj", ())
+        others = [n for n in self._shapes if n.startswith(f"{module}.") and n.endswith("bias")]
+        if len(first) != 3 or len(second) != 3 or others:
+            return False
+        return first == (second[0], 2 * second[2], second[1])
 
 
 def layer_sites(pipelines: Sequence[Pipeline]) -> tuple[Site, ...]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hdtensor.plan.expanded import ExpandedPlan
 
 _ABOUT = tuple(field.name for field in dataclasses.fields(About))
-_OWN = ("pipelines", "uniform", "zero")
+_OWN = ("pipelines", "uniform", "zero", "sequence_parallel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +43,14 @@ class StrategyPlan(AnnotationPlan):
         pipelines: The pipelines; empty for a uniform plan.
         uniform: The degrees of a uniform plan, or None.
         zero: ZeRO stage of optimizer states, gradients and parameters, 0 to 3.
+        sequence_parallel: Cut hidden states between blocks on the sequence, over each stage's tp axis.
         about: What the plan says of itself; in JSON its fields stand beside the others.
     """
 
     pipelines: tuple[Pipeline, ...] = ()
     uniform: Uniform | None = None
     zero: int = 0
+    sequence_parallel: bool = False
     about: About = About()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
@@ -65,6 +67,7 @@ class StrategyPlan(AnnotationPlan):
             raise PlanError("pipelines: must hold at least one pipeline, got none.")
         object.__setattr__(self, "pipelines", pipelines)
         object.__setattr__(self, "zero", fields.check_int("zero", self.zero, 0, 3))
+        fields.check_bool("sequence_parallel", self.sequence_parallel)
         check_pipelines(pipelines)
 
     @classmethod
@@ -99,7 +102,7 @@ class StrategyPlan(AnnotationPlan):
 
         Args:
             model: The module (the meta device is enough), or a description of it.
-            patterns: Rules that come before ``LLAMA_PATTERNS``: ``Pattern`` or ``(glob, role)``.
+            patterns: Rules that come before the built-in ones: ``Pattern`` or ``(glob, role)``.
 
         Raises:
             PlanError: If the layers, the heads or a pattern do not fit the model, or if the plan
@@ -108,7 +111,13 @@ class StrategyPlan(AnnotationPlan):
         if not isinstance(model, ModelDescription):
             model = ModelDescription.from_module(model)
         pipelines = self.with_pipelines(model.num_layers).pipelines
-        return expand_strategy(pipelines, self.zero, model, as_patterns(patterns))
+        return expand_strategy(
+            pipelines,
+            self.zero,
+            model,
+            as_patterns(patterns),
+            sequence_parallel=self.sequence_parallel,
+        )
 
     def with_pipelines(self, num_layers: int, *, world_size: int | None = None) -> StrategyPlan:
         """Return the plan with a uniform form written out as pipelines.

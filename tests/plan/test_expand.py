@@ -200,12 +200,25 @@ def test_query_heads_that_tp_does_not_divide_are_an_error():
 def test_heads_must_be_known_and_divide_the_rows():
     model = llama().replace(num_attention_heads=None)
     message = r"pipelines\[0\]\.stages\[0\]\.tp: 2 cuts .*q_proj.* has no num_attention_heads"
+    heads = [("q_proj.weight", "heads")]
     with pytest.raises(PlanError, match=message):
-        two_unlike().expand(model)
+        two_unlike().expand(model, heads)
     with pytest.raises(
         PlanError, match=r"the 16 rows of its shape \(16, 16\) do not divide by .* 6 heads"
     ):
-        two_unlike().expand(llama().replace(num_attention_heads=6))
+        two_unlike().expand(llama().replace(num_attention_heads=6), heads)
+
+
+def test_built_in_rules_that_do_not_fit_the_model_replicate():
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for heads in (None, 6):
+        plan = two_unlike().expand(llama().replace(num_attention_heads=heads))
+        assert text(plan, name) == "R / 0,1:R 2:R"
+        assert name in plan.unmatched
+
+
+def test_heads_are_not_asked_for_where_nothing_is_cut():
+    model = llama().replace(num_attention_heads=None)
     alone = StrategyPlan(pipelines=(pipeline(((0,), 3)),))
     assert text(alone.expand(model), "model.norm.weight") == "R / 0:R"
 

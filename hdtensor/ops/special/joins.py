@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hdtensor.ops.registry import call, special
+from hdtensor.ops.special.pieces import joined_pieces
 
 
 aten = torch.ops.aten
@@ -23,6 +24,9 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Beside other 1-D tensors they are like any.
     """
     tensors = args[0]
+    run = joined_pieces(tensors, args[1] if len(args) > 1 else kwargs.get("dim", 0))
+    if run is not None:
+        return run
     if all(t.ndim == 1 for t in tensors):
         return None
     kept = [i for i, t in enumerate(tensors) if not _is_legacy_empty(t)]
