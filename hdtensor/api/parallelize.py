@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hdtensor._rank import is_played
 from hdtensor._torch_compat import new_wrapper
-from hdtensor.api import points, regions
+from hdtensor.api import local_modules as local, points, regions
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.gradients import GradientSync, gradient_plan, paused
@@ -67,6 +67,7 @@ def parallelize(
     device: torch.device | str | None = None,
     src_data_rank: int | None = None,
     use_regions: bool = True,
+    local_modules: Sequence[str] = (),
 ) -> nn.Module:
     """Spread a model over ranks as a plan says, in place; every rank of the world calls it.
 
@@ -84,6 +85,8 @@ def parallelize(
         src_data_rank: Rank whose weights count. None: every rank has built the same model (one seed), which is checked
             with checksums.
         use_regions: Run local modules on plain tensors where a recorded pass showed that it is the same.
+        local_modules: Globs of names, or of classes, of modules whose every result row follows from the same rows of their
+            inputs, and whose shapes inside may depend on data: they run on local tensors. Stacked experts are known.
 
     Returns:
         The model.
@@ -110,6 +113,7 @@ def parallelize(
     if was_meta:
         _initialize(model, _device(device))
     _accept_plain(model, state)
+    local.install(model, local_modules)
     _install(model, state)
     return model
 
