@@ -154,7 +154,7 @@ def replace_plan(model: nn.Module, plan: ExpandedPlan) -> None:
 
 def _install(model: nn.Module, state: ParallelState) -> None:
     """Place what depends on the plan: redistribute points, and regions inside of them."""
-    state.hooks = _place_points(model, state.plan)
+    state.hooks = points.place(model, state.plan)
     if state.use_regions:
         description = ModelDescription.from_module(model)
         state.regions = regions.install(model, description, state.sync)
@@ -360,34 +360,6 @@ def _initialize(model: nn.Module, device: torch.device) -> None:
                 f"the model is on the meta device and {type(module).__name__} has parameters but no "
                 f"reset_parameters(); give it one, or the model an init_weights()."
             )
-
-
-# -- points ----------------------------------------------------------------------------------------------------------
-
-
-def _place_points(model: nn.Module, plan: ExpandedPlan) -> list[RemovableHandle]:
-    hooks = []
-    for point in plan.points:
-        module = model.get_submodule(point.module)
-        if point.side == "output":
-            hooks.append(module.register_forward_hook(_redistribute_output))
-        else:
-            pre = module.register_forward_pre_hook(_redistribute_inputs, with_kwargs=True)
-            hooks.append(pre)
-    return hooks
-
-
-def is_own_hook(hook: Any) -> bool:
-    """Whether a module hook is one of the plan's redistribute points."""
-    return hook in (_redistribute_output, _redistribute_inputs)
-
-
-def _redistribute_output(module: nn.Module, args: Any, output: Any) -> Any:
-    return points.reduce_output(output)
-
-
-def _redistribute_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return points.reduce_input_gradients(args, kwargs)
 
 
 def _accept_plain(model: nn.Module, state: ParallelState) -> None:

@@ -1,7 +1,9 @@
-"""Redistribute points inside a module that runs on plain local tensors (see ``regions``).
+"""Redistribute points: where a plan brings hidden states to another layout inside subgroups.
 
-A plan places two kinds of point inside subgroups, Megatron's g and f: reduce in forward and pass gradients through, or the
-other way. Op by op they are ``redistribute`` calls on ``HDTensor``s. In a region the same collective runs on the local tensor.
+Tensor parallelism needs two kinds, Megatron's g and f: reduce a module's output in forward and pass gradients through, or the
+other way at its input. With sequence parallelism they are a reduce-scatter and an all-gather along the sequence. Op by op they
+are ``redistribute`` calls on ``HDTensor``s. In a module that runs on plain local tensors (see ``regions``) the same collective
+runs on the local tensor.
 """
 
 from __future__ import annotations
@@ -12,12 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.hooks import RemovableHandle
 
 from hdtensor._torch_compat import raw_apply
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.special.move import move
+from hdtensor.ops.special.move import gradient_spec, move
+from hdtensor.placements import checks
 from hdtensor.placements.spec import HDSpec
+from hdtensor.plan import ExpandedPlan
 from hdtensor.redistribute.execute import make_converter
 from hdtensor.tensor import HDTensor
 
@@ -27,6 +34,10 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 #: Where an argument stands: ``(i,)`` or ``("name",)``; ``()`` for an output.
 Path = tuple[Any, ...]
 
+#: Hidden states are (batch, sequence, features); the sequence is the dim that sequence parallelism cuts.
+_HIDDEN_DIMS = 3
+_SEQUENCE = Shard(1)
+
 #: Collectives kept; past it the table starts anew.
 _MAX_REDUCERS = 4096
 
@@ -34,18 +45,48 @@ _reducers: dict[Any, Reduce | None] = {}
 
 
 @dataclass(slots=True)
+class Crossing:
+    """One tensor at one point of a recorded pass.
+
+    Attributes:
+        path: Where it stands among the module's arguments.
+        before: Its layout on arrival.
+        after: Its layout on leaving.
+        gradient: The spec in which its gradient came to the point; None where none came yet.
+        needs_gradient: Whether one will come.
+    """
+
+    path: Path
+    before: BoundSpec
+    after: HDSpec
+    gradient: HDSpec | None = None
+    needs_gradient: bool = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether dims are cut on one side, so that a local tensor's shape does not tell the block's."""
+        group = self.before.spec.subgroups, self.after.subgroups
+        return any(
+            checks.is_cut(p) or checks.is_cut(q)
+            for old, new in zip(*group, strict=True)
+            for p, q in zip(old.placements, new.placements, strict=True)
+            if p != q
+        )
+
+
+@dataclass(slots=True)
 class Points:
     """The points of one module's pass, in order of the hook calls that make them.
 
     Attributes:
-        entries: For each hook call, ``(argument path, bound spec it had)`` of the tensors that were redistributed.
+        entries: For each hook call the tensors that were redistributed.
         results: Local results of the calls that reduce in forward. In the checking pass they stand in for
             communication: a plain run that fails on one rank must not leave the others waiting.
         position: Next entry of the running pass.
         is_checking: Whether results stand in for collectives.
     """
 
-    entries: list[list[tuple[Path, BoundSpec]]] = field(default_factory=list)
+    entries: list[list[Crossing]] = field(default_factory=list)
     results: list[torch.Tensor | None] = field(default_factory=list)
     position: int = 0
     is_checking: bool = False
@@ -55,123 +96,215 @@ class Points:
         """How many ``redistribute`` calls the pass made at its points."""
         return sum(map(len, self.entries))
 
+    @property
+    def can_be_plain(self) -> bool:
+        """Whether the same collectives can run on plain tensors, whose shapes must tell the block's."""
+        crossings = [c for entry in self.entries for c in entry]
+        return not any(c.is_cut for c in crossings)
+
+    def knows_gradients(self) -> bool:
+        """Whether a gradient came back to every point."""
+        crossings = [c for entry in self.entries for c in entry]
+        return not any(c.needs_gradient and c.gradient is None for c in crossings)
+
 
 #: Passes that are being recorded, and plain passes that are running, innermost last.
 recording: list[Points] = []
 running: list[Points] = []
 
 
-def note(entry: list[tuple[Path, BoundSpec]], result: torch.Tensor | None) -> None:
+def place(model: nn.Module, plan: ExpandedPlan) -> list[RemovableHandle]:
+    """Hook a plan's points into a model; return the handles that take them out."""
+    hooks = []
+    for point in plan.points:
+        module = model.get_submodule(point.module)
+        if point.side == "output":
+            hooks.append(module.register_forward_hook(OutputPoint(point.spec)))
+        else:
+            hook = InputPoint(point.spec)
+            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    return hooks
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether a module hook is one of the plan's redistribute points."""
+    return isinstance(hook, OutputPoint | InputPoint)
+
+
+class OutputPoint:
+    """Reduces what is pending of a module's (first) output: Megatron's g."""
+
+    def __init__(self, spec: HDSpec) -> None:
+        self.spec = spec
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the module's output in the point's layout."""
+        if isinstance(output, tuple):
+            return (self._cross(output[0]), *output[1:])
+        return self._cross(output)
+
+    def _cross(self, output: Any) -> Any:
+        if isinstance(output, HDTensor):
+            wanted = _wanted(output.spec, output.ndim, self.spec, True)
+            result, crossing = _cross(output, wanted, ())
+            note([crossing], result._local_tensor)
+            return result
+        if not running or not isinstance(output, torch.Tensor):
+            return output
+        points = running[-1]
+        (crossing,) = points.entries[points.position]
+        points.position += 1
+        if points.is_checking:
+            return points.results[points.position - 1]
+        return _cross_plain(output, crossing)
+
+
+class InputPoint:
+    """Reduces the gradients of a module's inputs, and gathers inputs that are cut on the sequence: Megatron's f."""
+
+    def __init__(self, spec: HDSpec) -> None:
+        self.spec = spec
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the module's arguments, those that are hidden states in the point's layout."""
+        if running:
+            return _cross_plain_inputs(args, kwargs)
+        entry: list[Crossing] = []
+
+        def mark(path: Path, value: Any) -> Any:
+            if not isinstance(value, HDTensor) or not value.is_floating_point():
+                return value
+            wanted = _wanted(value.spec, value.ndim, self.spec, False)
+            if wanted is value.spec and not value.requires_grad:
+                return value
+            result, crossing = _cross(value, wanted, path)
+            entry.append(crossing)
+            return result
+
+        new_args = tuple(mark((i,), a) for i, a in enumerate(args))
+        new_kwargs = {name: mark((name,), a) for name, a in kwargs.items()}
+        if recording:
+            note(entry, None)
+        return new_args, new_kwargs
+
+
+@functools.lru_cache(maxsize=4096)
+def _wanted(spec: HDSpec, num_dims: int, point: HDSpec, is_output: bool) -> HDSpec:
+    """Return the spec that a tensor has behind a point.
+
+    The point's own placements are meant for hidden states; of other tensors only what is pending is reduced.
+    """
+
+    def along(have: Placement, want: Placement) -> Placement:
+        if isinstance(have, Partial):
+            return want if is_output else have
+        if isinstance(have, Replicate) or (have == _SEQUENCE and isinstance(want, Replicate)):
+            return want
+        return have
+
+    groups = []
+    is_hidden = num_dims == _HIDDEN_DIMS and [(g.ranks, g.mesh_shape) for g in spec.subgroups] == [
+        (g.ranks, g.mesh_shape) for g in point.subgroups
+    ]
+    for index, group in enumerate(spec.subgroups):
+        whole = (Replicate(),) * len(group.placements)
+        wanted = point.subgroups[index].placements if is_hidden else whole
+        if not is_hidden and not is_output:
+            wanted = group.placements
+        placements = [along(p, q) for p, q in zip(group.placements, wanted, strict=True)]
+        groups.append(group.with_placements(placements))
+    return spec.replace(subgroups=tuple(groups))
+
+
+def _cross(x: HDTensor, wanted: HDSpec, path: Path) -> tuple[HDTensor, Crossing]:
+    crossing = Crossing(path, x._spec, wanted)
+    result = move(x, wanted, x.top_sizes)
+    crossing.needs_gradient = result.requires_grad
+    if recording and crossing.needs_gradient:
+        result = _NoteGradient.apply(result, crossing)
+    return result, crossing
+
+
+class _NoteGradient(torch.autograd.Function):
+    """Notes in which spec a gradient comes to a point: that is what the plain pass must reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, x: HDTensor, crossing: Crossing) -> HDTensor:
+        ctx.crossing = crossing
+        return HDTensor(x._local_tensor.detach(), x._spec, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: HDTensor) -> tuple[HDTensor, None]:
+        ctx.crossing.gradient = grad.spec
+        return grad, None
+
+
+def note(entry: list[Crossing], result: torch.Tensor | None) -> None:
     """Remember a point's hook call, where a pass is being recorded."""
     for points in recording:
         points.entries.append(entry)
         points.results.append(result)
 
 
-@functools.lru_cache(maxsize=4096)
-def _reduced(spec: HDSpec) -> HDSpec:
-    return spec.map_bottom(lambda p: Replicate() if isinstance(p, Partial) else p)
+# -- on plain tensors ----------------------------------------------------------------------------------------------
 
 
-def reduce_output(output: Any) -> Any:
-    """Reduce what is pending of a module's (first) output inside each subgroup: Megatron's g."""
-    if isinstance(output, tuple):
-        return (reduce_output(output[0]), *output[1:])
-    if isinstance(output, HDTensor):
-        wanted = _reduced(output.spec)
-        result = move(output, wanted, output.top_sizes)
-        note([((), output._spec)], result._local_tensor)
-        return result
-    if not running:
-        return output
-    points = running[-1]
-    ((_, bound),) = points.entries[points.position]
-    points.position += 1
-    if points.is_checking:
-        return points.results[points.position - 1]
-    reduce = _reducer(bound, output.shape, is_forward=True)
-    return output if reduce is None else _reduce_forward(output, reduce)
-
-
-def reduce_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Reduce the gradients of a module's inputs inside each subgroup, and nothing in forward: Megatron's f."""
-    if running:
-        return _reduce_plain_gradients(args, kwargs)
-    entry: list[tuple[Path, BoundSpec]] = []
-
-    def mark(path: Path, value: Any) -> Any:
-        if not (isinstance(value, HDTensor) and value.requires_grad):
-            return value
-        entry.append((path, value._spec))
-        return move(value, value.spec, value.top_sizes)
-
-    new_args = tuple(mark((i,), a) for i, a in enumerate(args))
-    new_kwargs = {name: mark((name,), a) for name, a in kwargs.items()}
-    if recording:
-        note(entry, None)
-    return new_args, new_kwargs
-
-
-def _reduce_plain_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _cross_plain_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     points = running[-1]
     entry = points.entries[points.position]
     points.position += 1
     if points.is_checking or not entry:
         return args, kwargs
     new_args, new_kwargs = list(args), dict(kwargs)
-    for (where,), bound in entry:
+    for crossing in entry:
+        (where,) = crossing.path
         home: Any = new_kwargs if isinstance(where, str) else new_args
-        reduce = _reducer(bound, home[where].shape, is_forward=False)
-        if reduce is not None:
-            home[where] = _reduce_backward(home[where], reduce)
+        home[where] = _cross_plain(home[where], crossing)
     return tuple(new_args), new_kwargs
 
 
-def _reducer(bound: BoundSpec, shape: torch.Size, is_forward: bool) -> Reduce | None:
-    """Return the sum along the axes where the tensor, or its gradient, is pending; None where none is.
+def _cross_plain(x: torch.Tensor, crossing: Crossing) -> torch.Tensor:
+    before = crossing.before
+    forward = _reducer(before, before.spec, crossing.after, x.shape)
+    backward = None
+    if crossing.gradient is not None:
+        backward = _reducer(before, crossing.gradient, gradient_spec(before.spec), x.shape)
+    if forward is None and backward is None:
+        return x
+    return _cross_node(x, forward, backward)
 
-    Nothing is cut along those axes, so that the block has the local shape there.
+
+def _reducer(bound: BoundSpec, before: HDSpec, after: HDSpec, shape: torch.Size) -> Reduce | None:
+    """Return the conversion inside this rank's subgroup between two specs; None where nothing changes.
+
+    Nothing is cut along the axes that change (``Crossing.is_cut``), so that the block has the local shape there.
     """
-    key = (bound.spec, bound.index, bound.rank, shape, is_forward)
+    key = (bound.spec, bound.index, bound.rank, before, after, shape)
     if key in _reducers:
         return _reducers[key]
     assert bound.index is not None, "plain passes run on local ranks only"
-    group = bound.spec.subgroups[bound.index]
-    if is_forward:
-        before = group.placements
-        after = tuple(Replicate() if isinstance(p, Partial) else p for p in before)
-    else:
-        before = tuple(Partial() if isinstance(p, Replicate) else p for p in group.placements)
-        after = group.placements
+    old, new = before.subgroups[bound.index], after.subgroups[bound.index]
     reduce = None
-    if before != after and len(group) > 1:
-        reduce = make_converter(group, before, after, tuple(shape))
+    if old.placements != new.placements and len(old) > 1:
+        reduce = make_converter(old, old.placements, new.placements, tuple(shape))
     if len(_reducers) >= _MAX_REDUCERS:
         _reducers.clear()
     _reducers[key] = reduce
     return reduce
 
 
-class _ForwardSum(torch.autograd.Function):
+class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
-        return reduce(x.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _BackwardSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
-        ctx.reduce = reduce
-        return x.view_as(x)
+    def forward(
+        ctx: Any, x: torch.Tensor, forward: Reduce | None, backward: Reduce | None
+    ) -> torch.Tensor:
+        ctx.backward_reduce = backward
+        return x.view_as(x) if forward is None else forward(x.contiguous())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.reduce(grad.contiguous()), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        reduce = ctx.backward_reduce
+        return grad if reduce is None else reduce(grad.contiguous()), None, None
 
 
-_reduce_forward = raw_apply(_ForwardSum)
-_reduce_backward = raw_apply(_BackwardSum)
+_cross_node = raw_apply(_Cross)

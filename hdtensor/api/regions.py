@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from hdtensor.api import points
 from hdtensor.api.gradients import GradientSync
 from hdtensor.api.points import Points
+from hdtensor.api.region_hooks import has_hooks
 from hdtensor.api.region_leaf import Leaf, leaves_of, parameters_as, put_in
 from hdtensor.api.region_nodes import (
     Enter,
@@ -233,7 +234,11 @@ class Region:
             layout.state = "failed"
         elif not inputs[0].is_local and not any(p.is_local for p in self._parameters()):
             layout.state = "pruned" if moves[0] == before[1] else "failed"
-        elif events[0] - before[0] != layout.points.num_redistributes or layout.draws:
+        elif (
+            events[0] - before[0] != layout.points.num_redistributes
+            or layout.draws
+            or not layout.points.can_be_plain
+        ):
             layout.state = "failed"
         self._observe(layout, inputs, result)
         outs = tuple(
@@ -243,7 +248,8 @@ class Region:
 
     def _is_recorded(self, layout: Layout) -> bool:
         """Whether the recorded pass's backward told every gradient's layout; decide on what it showed."""
-        if layout.num_watched > len(layout.watched):
+        is_known = layout.num_watched == 0 or layout.points.knows_gradients()
+        if layout.num_watched > len(layout.watched) or not is_known:
             if layout.tries >= _MAX_TRIES:
                 layout.state = "failed"
             return False
@@ -347,30 +353,6 @@ class Region:
 
     def _parameters(self) -> list[HDTensor]:
         return list(self.module.parameters())  # type: ignore[arg-type]
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether hooks of a user inside a module would see plain tensors, or not be called."""
-    from hdtensor.api.parallelize import is_own_hook  # noqa: PLC0415 - parallelize installs regions
-
-    for inner in module.modules():
-        for parameter in inner._parameters.values():
-            # GradientSync's own hook is the one.
-            if parameter is not None and (
-                parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1
-            ):
-                return True
-        if inner is module:
-            continue
-        tables: list[Mapping[int, Any]] = [
-            inner._forward_hooks,
-            inner._forward_pre_hooks,
-            inner._backward_hooks,
-            inner._backward_pre_hooks,
-        ]
-        if any(not is_own_hook(hook) for table in tables for hook in table.values()):
-            return True
-    return False
 
 
 def _has_plain(values: Iterable[Any]) -> bool:
