@@ -221,7 +221,7 @@ class Region:
             replace_tensors(args, watch.input),
             replace_tensors(kwargs, watch.input),
         )
-        deferral = Deferral()
+        deferral, versions = Deferral(), self._buffer_versions()
         points.recording.append(layout.points)
         try:
             with _op_by_op(), parameters_as(self.module, watch.parameter), deferral:
@@ -230,7 +230,9 @@ class Region:
             points.recording.pop()
         layout.draws = num_draws[0] - before[2]
         outs, layout.rebuild = flatten_result(result)
-        if deferral.is_seen or not all(o is None or isinstance(o, HDTensor) for o in outs):
+        is_stateful = versions != self._buffer_versions()  # to run it once more would count twice
+        is_tensor = all(o is None or isinstance(o, HDTensor) for o in outs)
+        if deferral.is_seen or is_stateful or not is_tensor:
             layout.state = "failed"
         elif not inputs[0].is_local and not any(p.is_local for p in self._parameters()):
             layout.state = "pruned" if moves[0] == before[1] else "failed"
@@ -350,6 +352,9 @@ class Region:
         )
 
     # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def _buffer_versions(self) -> list[int]:
+        return [buffer._version for buffer in self.module.buffers()]
 
     def _parameters(self) -> list[HDTensor]:
         return list(self.module.parameters())  # type: ignore[arg-type]

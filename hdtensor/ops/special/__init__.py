@@ -3,6 +3,7 @@
 from hdtensor.ops.special import (
     attention,
     batch_norm,
+    batch_statistics,
     diagonals,
     draws,
     embedding,
@@ -30,6 +31,7 @@ from hdtensor.ops.special import (
 __all__ = [
     "attention",
     "batch_norm",
+    "batch_statistics",
     "diagonals",
     "draws",
     "embedding",

@@ -16,6 +16,7 @@ from hdtensor._torch_compat import DTensorSpec
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.propagate import operands, row_rule
 from hdtensor.ops.registry import call, deduced, is_hdtensor, special, wrap
+from hdtensor.ops.special.batch_statistics import cuts_samples, over_the_whole_batch
 from hdtensor.ops.special.conversions import convert_inside
 from hdtensor.ops.writes import copy_into
 from hdtensor.placements.spec import HDSpec
@@ -40,6 +41,8 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     position = _TRAINING.get(func)
     like = next(a for a in args if is_hdtensor(a))
     if func not in _TRAINING or (position is not None and args[position]):
+        if func in _TRAINING and cuts_samples(args[0]):
+            return over_the_whole_batch
         return _training(func, args)
     if like._local_tensor.device.type != "cpu":
         return None
