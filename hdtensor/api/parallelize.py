@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hdtensor._rank import is_played
 from hdtensor._torch_compat import new_wrapper
-from hdtensor.api import local_modules as local, points, regions
+from hdtensor.api import local_modules as local, points, regions, router_logits
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.distribute import distribute_tensor
+from hdtensor.api.forward import accept_plain, make_generate_collective
 from hdtensor.api.gradients import GradientSync, gradient_plan, paused
-from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.local import prepare_groups, shard_of
 from hdtensor.collectives import groups
 from hdtensor.errors import DisagreementError, PlanError
@@ -44,6 +43,8 @@ class ParallelState:
         hooks: The plan's redistribute points.
         is_batch_checked: Whether a batch was compared over all ranks.
         depth: How many calls of the model's forward are running.
+        generating: How many calls of the model's generate are running.
+        wants_router_logits: Whether the running forward is to return routers' logits.
     """
 
     plan: ExpandedPlan
@@ -54,6 +55,8 @@ class ParallelState:
     hooks: list[RemovableHandle] = field(default_factory=list)
     is_batch_checked: bool = False
     depth: int = 0
+    generating: int = 0
+    wants_router_logits: bool = False
 
 
 _states: weakref.WeakKeyDictionary[nn.Module, ParallelState] = weakref.WeakKeyDictionary()
@@ -112,8 +115,10 @@ def parallelize(
     _states[model] = state
     if was_meta:
         _initialize(model, _device(device))
-    _accept_plain(model, state)
+    accept_plain(model, state)
+    make_generate_collective(model, state)
     local.install(model, local_modules)
+    router_logits.install(model, lambda: state.wants_router_logits)
     _install(model, state)
     return model
 
@@ -360,18 +365,3 @@ def _initialize(model: nn.Module, device: torch.device) -> None:
                 f"the model is on the meta device and {type(module).__name__} has parameters but no "
                 f"reset_parameters(); give it one, or the model an init_weights()."
             )
-
-
-def _accept_plain(model: nn.Module, state: ParallelState) -> None:
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def accepting(*args: Any, **kwargs: Any) -> Any:
-        state.depth += 1
-        try:
-            with implicit_replication():
-                return forward(*args, **kwargs)
-        finally:
-            state.depth -= 1
-
-    model.forward = accepting

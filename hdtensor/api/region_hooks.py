@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from hdtensor.api.points import is_own_hook
+from hdtensor.api.router_logits import WholeLogits
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -27,6 +28,10 @@ def has_hooks(module: nn.Module) -> bool:
             inner._backward_hooks,
             inner._backward_pre_hooks,
         ]
-        if any(not is_own_hook(hook) for table in tables for hook in table.values()):
+        if any(not _is_known(hook) for table in tables for hook in table.values()):
             return True
     return False
+
+
+def _is_known(hook: Any) -> bool:
+    return is_own_hook(hook) or isinstance(hook, WholeLogits)
