@@ -8,7 +8,7 @@ import torch
 import transformers
 
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -21,7 +21,7 @@ _SIZES: dict[str, Any] = {
 
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
-#: Family -> configuration class, what it has beside or instead of ``_SIZES``. The model is its ``ForCausalLM``.
+#: Family -> configuration class, what it has beside or instead of ``SIZES``. The model is its ``ForCausalLM``.
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {"head_dim": 8}),
@@ -95,9 +95,12 @@ _GPT2_LIKE = ("gpt2", "gptj", "bloom")
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """Return a model in float64 and eval mode for dropout-free training, the same for the same seed."""
+    """Return a model in float64, the same for the same seed.
+
+    Experts run one by one: the grouped kernels take no float64.
+    """
     name, own = _CONFIGS[family]
-    sizes = {} if family in _GPT2_LIKE else _SIZES
+    sizes = {} if family in _GPT2_LIKE else SIZES
     base = {"vocab_size": 64, "hidden_size": 32, "use_cache": False} if family in _GPT2_LIKE else {}
     if family in ("gpt2", "gptj"):
         base.pop("hidden_size")
