@@ -8,7 +8,7 @@ import torch
 import hdtensor as hd
 from hdtensor import HDSpec, Replicate, Subgroup
 from hdtensor.plan import ExpandedPlan, ModelDescription
-from tests.models.hf import build, compare_gradient, compare_training, strategy
+from tests.models.hf import batch, build, compare_gradient, compare_training, strategy
 from tests.support.world import run_world
 
 
@@ -85,6 +85,27 @@ def test_gradients_that_are_pending_at_a_point_are_right_on_plain_tensors():
     run_world(_train_as_regions, 4, "deepseek_v3")
 
 
+def _reasons(rank, family):
+    model = hd.parallelize(build(family), UNLIKE, use_regions=False)
+    data = hd.distribute_batch(model, batch(0))
+    with hd.debug.count_communication() as forward:
+        loss = model(**data).loss
+    with hd.debug.count_communication() as backward:
+        loss.backward()
+    return forward.by_reason(), backward.by_reason()
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt"])
+def test_a_layer_reduces_twice_in_each_direction_and_nothing_else_is_moved(family):
+    """Also where q, k and v are fused: their thirds are cut, so taking them apart is local."""
+    forward, backward = run_world(_reasons, 4, family)[0]
+    assert forward.pop("redistribute") == 2 * 2
+    assert len(forward) == 1, "the weight of the loss"
+    assert backward.pop("redistribute") == 2 * 2
+    assert set(backward) == {"gradients"}
+
+
 CUT = {
     "gpt2": {
         "h.0.attn.c_attn.weight": "S1x3",
@@ -131,6 +152,15 @@ def test_rules_name_every_matrix_but_those_fused_of_unlike_parts(family):
     inside = [n for n in plan.unmatched if len(model.shapes[n]) > 1 and model.layer_of(n)]
     found = {name.removeprefix(f"{model.layer_of(name)[0]}.") for name in inside}
     assert found == UNLIKE_PARTS.get(family, set())
+
+
+def test_a_rule_that_does_not_fit_leaves_the_parameter_whole():
+    model = build("qwen2")
+    model.config.num_attention_heads = 6  # does not divide the rows
+    name = "model.layers.0.self_attn.q_proj.weight"
+    plan = UNLIKE.expand(model)
+    assert str(plan.tensors[name]) == "R / 0,1:R 2:R"
+    assert name in plan.unmatched
 
 
 class Gate(torch.nn.Module):
