@@ -13,6 +13,7 @@ import torch
 
 from hdtensor.collectives import observe
 from hdtensor.ops.registry import call, events, is_hdtensor, special
+from hdtensor.ops.special.conversions import convert_inside
 from hdtensor.ops.special.means import cut_dims, is_pending, reduced
 
 
@@ -60,6 +61,9 @@ def over_the_whole_batch(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
 def _follow(running: Any, new: Any, momentum: float) -> None:
     """Move a running statistic; a plain one, on ranks that hold a part of the batch only."""
     if is_hdtensor(running):
+        wanted = running._spec.spec
+        if wanted is not new._spec.spec and wanted.top == new._spec.spec.top:
+            new = convert_inside(aten.native_batch_norm.default, new, wanted)
         call(aten.lerp_.Scalar, running, new, momentum)
     elif running is not None and new._spec.index is not None:
         running.lerp_(new._local_tensor, momentum)
