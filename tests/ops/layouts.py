@@ -65,7 +65,11 @@ def _two_any(tensor: torch.Tensor, first: torch.Tensor | None, draw: random.Rand
     return _two_dim(dim, tensor, first, draw)
 
 
-def _two_dim(dim: int, tensor: torch.Tensor, first: Any, draw: random.Random) -> HDSpec:
+def _two_dim(
+    dim: int, tensor: torch.Tensor, first: torch.Tensor | None, draw: random.Random
+) -> HDSpec:
+    if first is None:
+        return _two(R, R)
     own = tensor.ndim + dim - first.ndim
     if own < 0 < dim and tensor.shape == first.shape[dim : dim + 1]:  # one number a channel
         own = 0
