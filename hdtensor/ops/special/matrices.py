@@ -33,7 +33,6 @@ _BATCHED = {
     aten._linalg_eigvals.default: 1,
     aten._linalg_slogdet.default: 4,
     aten._linalg_svd.default: 3,
-    aten.cholesky.default: 1,
     aten.cholesky_inverse.default: 1,
     aten.geqrf.default: 2,
     aten.linalg_cholesky_ex.default: 2,
@@ -48,6 +47,8 @@ _BATCHED = {
     aten.lu_unpack.default: 3,
     aten.ormqr.default: 1,
 }
+if hasattr(aten, "cholesky"):  # gone in torch 2.14
+    _BATCHED[aten.cholesky.default] = 1
 
 
 def _batched(num_outs: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
