@@ -15,7 +15,7 @@ from hdtensor.checkpoint import protocol
 from hdtensor.collectives import groups
 from hdtensor.errors import DeductionError, SpecError
 from hdtensor.ops.border import ToDTensor, ToLocal, gradient_layout, one_subgroup
-from hdtensor.ops.bound import BoundSpec, bound_from_parts
+from hdtensor.ops.bound import BoundSpec, bound_from_parts, kept_sizes
 from hdtensor.ops.dispatch import dispatch
 from hdtensor.ops.registry import changes, set_tensor_type
 from hdtensor.ops.special.move import move
@@ -233,7 +233,7 @@ class HDTensor(torch.Tensor):
             return self
         spec = self._wanted(spec, placements, hdim, top_ratio)
         dst = BoundSpec.bind(
-            spec, self.shape, bound.stride, self.dtype, _sizes(bound, spec, top_sizes)
+            spec, self.shape, bound.stride, self.dtype, kept_sizes(bound, spec, top_sizes)
         )
         if dst.spec is bound.spec and dst.top_sizes == bound.top_sizes:
             return self
@@ -391,11 +391,3 @@ def _rebuild(
 
 # What torch.load(weights_only=True) may call: values only, no code of a file's choice.
 torch.serialization.add_safe_globals([_rebuild, bound_from_parts, HDSpec, Subgroup])
-
-
-def _sizes(bound: BoundSpec, spec: HDSpec, top_sizes: Sequence[int] | None) -> Sequence[int] | None:
-    """Keep the exact extents where the top cut stays."""
-    same = spec.top == bound.spec.top and spec.num_subgroups == bound.spec.num_subgroups
-    if top_sizes is None and same and spec.top_ratio == bound.spec.top_ratio:
-        return bound.top_sizes
-    return top_sizes

@@ -263,3 +263,13 @@ def _at_dim(placement: Any, dim: int) -> Any:
     if checks.is_strided(placement):
         return type(placement)(dim, split_factor=placement.split_factor)
     return Shard(dim)
+
+
+def kept_sizes(
+    bound: BoundSpec, spec: HDSpec, top_sizes: Sequence[int] | None
+) -> Sequence[int] | None:
+    """Return the top extents that a redistribute gives: the old exact ones where the top cut stays and none are asked for."""
+    same = spec.top == bound.spec.top and spec.num_subgroups == bound.spec.num_subgroups
+    if top_sizes is None and same and spec.top_ratio == bound.spec.top_ratio:
+        return bound.top_sizes
+    return top_sizes
