@@ -99,6 +99,12 @@ def map_operands(
     return tuple(new_args), {name: change((name,), arg) for name, arg in kwargs.items()}
 
 
+def rows_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the rows of placements that an operator may have, None where DTensor's rule says."""
+    rule = ROW_RULES.get(func)
+    return None if rule is None else rule(*_with_dims_from_start(func, args, kwargs))
+
+
 def propagate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TierResult:
     """Ask one tier's rule.
 
@@ -112,8 +118,7 @@ def propagate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TierR
     """
     args, kwargs = _with_dims_from_start(func, args, kwargs)
     specs = [(path, s) for path, s in operands(args, kwargs) if isinstance(s, DTensorSpec)]
-    rule = ROW_RULES.get(func)
-    rows = None if rule is None else rule(args, kwargs)
+    rows = rows_of(func, args, kwargs)
     if rows is not None:
         return _by_rows(func, rows, specs)
     if len(specs) > _MAX_TRACED and not PROPAGATOR.has_rule(func):

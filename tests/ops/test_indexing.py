@@ -30,6 +30,13 @@ def table_by_cut_ids(place):
     return [out, table.grad]
 
 
+def table_by_whole_ids_whose_gradient_is_cut(place):
+    table = place(_draw(5, 3).requires_grad_(), "R / 0,1:R 2:R")
+    out = table[_ids(7, 4)] * place(_draw(7, 4, 3), ROWS)
+    out.sum().backward()
+    return [out, table.grad]
+
+
 def table_by_pairs_of_cut_ids_that_broadcast(place):
     table = place(_draw(2, 5, 5).requires_grad_(), "R / 0,1:S0 2:R")
     rows, columns = place(_ids(7, 1), "S0[3:1] / 0,1:R 2:R"), place(_ids(1, 4), "R / 0,1:R 2:R")
@@ -73,7 +80,9 @@ def choice_among_pending_sums(place):
     return [bias.grad, torch.where(flags, *sums), torch.where(flags, sums[0], 2.0)]
 
 
-CASES = [f for name, f in list(globals().items()) if getattr(f, "__code__", None) and name[0] != "_"]
+CASES = [
+    f for name, f in list(globals().items()) if getattr(f, "__code__", None) and name[0] != "_"
+]
 CASES = [f for f in CASES if f.__code__.co_varnames[:1] == ("place",)]
 
 
