@@ -39,6 +39,12 @@ class Layout:
     start_events: int = 0
     backward_events: int = 0
     sizes: dict[Any, tuple[BoundSpec | None, ...]] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)  # parameters whose gradient was watched
+
+    def unused(self) -> set[int]:
+        """Return the parameters that the recorded pass's backward gave no gradient; none before it ended."""
+        reached = {place for kind, place in self.watched if kind == "p"}
+        return self.asked - reached if reached else set()
 
 
 class _EnterNode(torch.autograd.Function):
@@ -95,6 +101,12 @@ class _SkipNode(torch.autograd.Function):
 
 def _empty(bound: BoundSpec, device: torch.device) -> HDTensor:
     return new_wrapper(HDTensor, empty_like_local(bound.dtype, device), bound, False)
+
+
+def give_gradient(parameter: HDTensor) -> None:
+    """Give a parameter that this rank holds no part of the empty gradient that is due, if it has none."""
+    if parameter.requires_grad and parameter.grad is None:
+        parameter.grad = _empty(gradient_bound(parameter._spec), parameter._local_tensor.device)
 
 
 _enter = raw_apply(_EnterNode)

@@ -27,7 +27,10 @@ class Watcher:
 
     def parameter(self, i: int, x: HDTensor) -> HDTensor:
         """Watch a parameter."""
-        return self._watch(x, ("p", i), is_output=False)
+        watched = self._watch(x, ("p", i), is_output=False)
+        if watched is not x:
+            self.layout.asked.add(i)
+        return watched
 
     def output(self, k: int, x: HDTensor) -> HDTensor:
         """Watch an output: the module's backward begins there."""

@@ -24,6 +24,7 @@ failed      op by op; the module's children are tried instead
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -42,6 +43,7 @@ from hdtensor.api.region_nodes import (
     Enter,
     Layout,
     flatten_result,
+    give_gradient,
     key_of,
     leave,
     local_of,
@@ -154,7 +156,8 @@ class Region:
             outs = self._derive(layout, inputs)
             if outs is not None:
                 if layout.state == "pruned":
-                    return skip(layout, inputs, outs, self._held, self._note_skipped)
+                    note = functools.partial(self._note_skipped, layout)
+                    return skip(layout, inputs, outs, self._held, note)
                 return self._run(layout, args, kwargs, outs)
         return self._learn(layout, args, kwargs, inputs)
 
@@ -192,7 +195,14 @@ class Region:
         self.leaves = None
         return self._new_layout(key)
 
-    def _note_skipped(self) -> None:
+    def _note_skipped(self, layout: Layout) -> None:
+        """Say that all parameters have a gradient, or make those of some where others are not used."""
+        unused = layout.unused()
+        if unused:
+            for i, parameter in enumerate(self._parameters()):
+                if i not in unused:
+                    give_gradient(parameter)
+            return
         if self._skips is None:
             self._skips = [0]
             for parameter in self._parameters():
@@ -225,7 +235,7 @@ class Region:
 
     def _record(self, layout: Layout, args: Any, kwargs: Any, inputs: list[HDTensor]) -> Any:
         layout.tries += 1
-        layout.points, layout.watched = Points(), {}
+        layout.points, layout.watched, layout.asked = Points(), {}, set()
         before = (events[0], moves[0], num_draws[0])
         watch = Watcher(layout)
         watched_args, watched_kwargs = (

@@ -43,6 +43,7 @@ from hdtensor.ops.propagate import (
     Placements,
     TierResult,
     propagate,
+    rows_of,
 )
 from hdtensor.ops.verify import fits_bottom, fits_top
 from hdtensor.placements import checks
@@ -161,9 +162,9 @@ def _trivial_top(call: Call, metas: Any) -> TierResult:
 
 
 def _propagate_top(call: Call) -> TierResult:
-    """Ask the rule with true sizes if every block is equal, else with sizes scaled to be even."""
+    """Ask the rule with true sizes if every block is equal, else with sizes scaled to be even; rows need no scaling."""
     cut = next((b for b in call.specs.values() if b.top_sizes is not None), None)
-    uneven = cut is not None and len(set(cut.top_sizes or ())) > 1
+    uneven = cut is not None and len(set(cut.top_sizes or ())) > 1 and not _has_rows(call)
     attempts = (_scaled_top, _true_top) if uneven else (_true_top, _scaled_top)
     try:
         return attempts[0](call)
@@ -178,6 +179,12 @@ def _propagate_top(call: Call) -> TierResult:
             raise
         except Exception:
             raise refused(call, "top", error) from error
+
+
+def _has_rows(call: Call) -> bool:
+    if call.func not in ROW_RULES:
+        return False
+    return rows_of(call.func, *call.tier(lambda b: b.top())) is not None
 
 
 def _true_top(call: Call) -> TierResult:

@@ -54,7 +54,7 @@ class TierResult(NamedTuple):
 
 #: ``rule(args, kwargs) -> rows``: placements over ONE mesh axis, outputs first, then every operand in the
 #: order of the call. For the operators that DTensor has no rule for.
-RowRule = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[Placement, ...]]]
+RowRule = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[Placement, ...]] | None]
 ROW_RULES: dict[Any, RowRule] = {}
 
 
@@ -99,6 +99,12 @@ def map_operands(
     return tuple(new_args), {name: change((name,), arg) for name, arg in kwargs.items()}
 
 
+def rows_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the rows of placements that an operator may have, None where DTensor's rule says."""
+    rule = ROW_RULES.get(func)
+    return None if rule is None else rule(*_with_dims_from_start(func, args, kwargs))
+
+
 def propagate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TierResult:
     """Ask one tier's rule.
 
@@ -112,9 +118,9 @@ def propagate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TierR
     """
     args, kwargs = _with_dims_from_start(func, args, kwargs)
     specs = [(path, s) for path, s in operands(args, kwargs) if isinstance(s, DTensorSpec)]
-    rule = ROW_RULES.get(func)
-    if rule is not None:
-        return _by_rows(func, rule(args, kwargs), specs)
+    rows = rows_of(func, args, kwargs)
+    if rows is not None:
+        return _by_rows(func, rows, specs)
     if len(specs) > _MAX_TRACED and not PROPAGATOR.has_rule(func):
         raise NotImplementedError(
             f"it has {len(specs)} operands; tracing its decomposition would try every combination of placements"

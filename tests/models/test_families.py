@@ -233,3 +233,42 @@ def _balanced(rank, family, masked):
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_the_balancing_loss_is_that_of_all_tokens(family):
     run_world(_balanced, 4, family, False)
+
+
+class Optional(torch.nn.Module):
+    """Uses one of its parameters only when told to, as models with a token for masks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(4, dtype=torch.double))
+        self.token = torch.nn.Parameter(torch.ones(4, dtype=torch.double))
+
+    def forward(self, x, masked):
+        y = x @ self.weight
+        return y + self.token if masked else y
+
+
+class Outer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Optional()
+
+    def forward(self, x, masked=False):
+        return self.inner(x, masked)
+
+
+def _optional(rank):
+    model = hd.parallelize(Outer(), strategy(([0, 1], 3), ([2], 1)))
+    x = hd.distribute_batch(model, torch.ones(8, 4, dtype=torch.double))
+    found = []
+    for masked in (False, False, False, True, True, True, False, False):
+        model(x, masked=masked).sum().backward()
+        found.append([p.grad is not None for p in model.parameters()])
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.dist(4)
+def test_parameters_that_a_pass_does_not_use_have_no_gradient_on_any_rank():
+    plain, used = [True, False], [True, True]
+    assert run_world(_optional, 4) == [[plain] * 3 + [used] * 3 + [plain] * 2] * 4

@@ -2,38 +2,103 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from hdtensor._torch_compat import DTensorSpec
 from hdtensor.ops.propagate import row_rule
-from hdtensor.ops.registry import call, deduced, special
+from hdtensor.ops.registry import call, deduced, is_hdtensor, special
+from hdtensor.ops.special.rows import pointwise
 
 
 aten = torch.ops.aten
+
+Row = tuple[Placement, ...]
+
+#: Types of indices of which an element says whether, not which.
+_MASKS = (torch.bool, torch.uint8)
 
 
 @special(aten.index.Tensor, is_local=True)
 def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Deduce as any operator unless a mask chooses, whose count of elements is data."""
-    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
+    if any(i is not None and i.dtype in _MASKS for i in args[1]):
         return None
     return deduced(func, args, kwargs)
 
 
 @special(aten.index_put.default, aten.index_put_.default)
 def _assign_under_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[mask] = number``, with a mask of the tensor's own shape, fills where the mask is true."""
+    """``x[mask] = number``, with a mask of the tensor's first dims, fills where the mask is true."""
     x, indices, values = args[:3]
     accumulates = len(args) > 3 and args[3]
     if len(indices) != 1 or accumulates or indices[0] is None or values.numel() != 1:
         return None
-    if indices[0].dtype != torch.bool or indices[0].shape != x.shape:
+    if indices[0].dtype != torch.bool or indices[0].shape != x.shape[: indices[0].ndim]:
         return None
     fill = aten.masked_fill_.Tensor if func._schema.is_mutable else aten.masked_fill.Tensor
-    return lambda x, indices, values, *rest: call(fill, x, indices[0], values.reshape(()))
+    missing = x.ndim - indices[0].ndim
+
+    def run(x: Any, indices: Any, values: Any, *rest: Any) -> Any:
+        mask = indices[0]
+        for _ in range(missing):
+            mask = call(aten.unsqueeze.default, mask, -1) if is_hdtensor(mask) else mask[..., None]
+        return call(fill, x, mask, values.reshape(()))
+
+    return run
+
+
+@row_rule(aten.index_put.default)
+def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
+    """Dims that no index names may be cut in all; where values are added up, each rank may add some of them.
+
+    The latter is the gradient of ``table[ids]`` where the ids are cut.
+    """
+    x, indices, values, accumulates = (*args, False)[:4]
+    accumulates = kwargs.get("accumulate", accumulates)
+    chosen = [i for i in indices if i is not None]
+    num_indices = len(chosen)
+    whole: Row = (Replicate(),) * num_indices
+    rows: list[Row] = [(Replicate(), Replicate(), *whole, Replicate())]
+    rows.append((Partial(), Partial(), *whole, Partial()))
+    if any(i.tensor_meta.dtype in _MASKS for i in chosen):
+        return rows
+    shape = torch.broadcast_shapes(*(i.shape for i in chosen))
+    named = [k for k, i in enumerate(indices) if i is not None]
+    free = [d for d in range(len(x.shape)) if d not in named]
+    together = named[-1] - named[0] + 1 == num_indices
+    before = named[0] if together else 0
+    result = [x.shape[d] for d in free]
+    result[before:before] = shape
+    for position, dim in enumerate(free):
+        at = position if position < before else position + len(shape)
+        rows.append((Shard(dim), Shard(dim), *whole, _aligned(values, result, at)))
+    if accumulates:
+        for k in (k for k in range(len(shape)) if shape[k] > 1):
+            parts = [_aligned(i, shape, k) for i in chosen]
+            rows.append((Partial(), Partial(), *parts, _aligned(values, result, before + k)))
+    return rows
+
+
+def _aligned(operand: DTensorSpec, shape: Sequence[int], dim: int) -> Placement:
+    """Return the cut of an operand that broadcasts to ``shape``, where that is cut on ``dim``."""
+    own = dim - len(shape) + len(operand.shape)
+    is_there = own >= 0 and operand.shape[own] == shape[dim]
+    return Shard(own) if is_there else Replicate()
+
+
+@row_rule(aten.where.self)
+def _where(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row] | None:
+    """Where one of two pending sums is chosen, so is each of its terms; all else is DTensor's rule."""
+    condition, *chosen = args
+    if not any(p == Partial() for c in chosen for p in c.placements):
+        return None
+    terms: Row = (Partial(), Replicate(), Partial(), Partial())
+    return [(Replicate(),) * 4, terms, *pointwise(1, [condition, *chosen])]
 
 
 @row_rule(aten.fill.Tensor, aten.fill_.Tensor)

@@ -56,7 +56,7 @@ _POINTWISE_BACKWARDS = {
 }
 
 
-def _pointwise(num_outs: int, specs: Sequence[DTensorSpec]) -> list[Row]:
+def pointwise(num_outs: int, specs: Sequence[DTensorSpec]) -> list[Row]:
     # On CUDA the buffer of log_sigmoid is an empty tensor, which broadcasts with nothing.
     shapes = [tuple(s.shape) for s in specs]
     shape = torch.broadcast_shapes(*(s for s in shapes if s != (0,) or len(set(shapes)) == 1))
@@ -73,7 +73,7 @@ def _pointwise(num_outs: int, specs: Sequence[DTensorSpec]) -> list[Row]:
 
 def _pointwise_backward(num_outs: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
     specs = _specs(args, kwargs)
-    return _whole(num_outs, specs) + _pointwise(num_outs, specs)
+    return _whole(num_outs, specs) + pointwise(num_outs, specs)
 
 
 for _op, _num_outs in _POINTWISE_BACKWARDS.items():
