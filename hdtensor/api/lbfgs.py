@@ -51,8 +51,8 @@ class FlatShards(torch.Tensor):
             return _over_ranks(func, [a[: first.num_counted] for a in plain])
         if func is torch.Tensor.__reduce_ex__:
             raise DeductionError(
-                "LBFGS's history is cut as the parameters are, and cannot be saved: save the model alone, and begin "
-                "with a new optimizer; or keep this one's state_dict() within the program."
+                "LBFGS's history is cut as the parameters are, and can neither be saved nor moved: pass the model alone, and "
+                "begin anew (optimizer.state.clear()). Within the program state_dict() keeps it."
             )
         out = func(*plain, **(kwargs or {}))
         is_vector = type(out) is torch.Tensor and out.shape == plain[0].shape

@@ -208,7 +208,12 @@ def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _deduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = next(v for _, v in operands(args, kwargs) if is_hdtensor(v))
+    first = next((v for _, v in operands(args, kwargs) if is_hdtensor(v)), None)
+    if first is None:  # such as an out variant's, which writes to an HDTensor
+        raise DeductionError(
+            f"{func}: the result would go to an HDTensor, but no operand is one. Make it of HDTensors "
+            f"(distribute_tensor(t, spec)), or compute it plainly and distribute_tensor the result."
+        )
     # Where the result goes elsewhere (zeros_like(t, device="cpu")) an empty one does, too.
     device = torch.device(kwargs.get("device") or first._local_tensor.device)
     return record.make_record(make_call(func, args, kwargs), tensor_type(), device)
