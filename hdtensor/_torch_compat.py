@@ -41,6 +41,7 @@ __all__ = [
     "backward_id",
     "change_outer_shape",
     "current_mesh",
+    "decomposes",
     "dtensor_propagator",
     "extend_optimizers",
     "group_timeout",
@@ -74,6 +75,11 @@ def observe_conversion(src: DTensorSpec, dst: DTensorSpec, text: Callable[[], st
 
 #: ``is_profiled()``: whether torch's profiler is running, in 50 ns.
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
+
+
+def decomposes(func: Any) -> bool:
+    """Return whether an operator is made of others. In ``inference_mode`` it arrives whole, as autograd is left out."""
+    return func._can_decompose()
 
 
 def keep_in_order(name: str, library: torch.library.Library) -> None:

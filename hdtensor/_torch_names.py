@@ -122,6 +122,11 @@ PRIVATE_NAMES = (
         "2.11-2.15",
     ),
     PrivateName(
+        "torch._ops.OpOverload._can_decompose",
+        "operators made of others, which arrive whole in `inference_mode`",
+        "2.11-2.14",
+    ),
+    PrivateName(
         "torch.optim._adafactor.adafactor",
         "Adafactor's step, matrix by matrix on one rank",
         "2.11-2.14",
