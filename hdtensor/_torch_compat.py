@@ -1,14 +1,12 @@
-"""The only file that uses private names of torch. Each has a row in ``PRIVATE_NAMES``: what for, and where it holds.
-
-``scripts/torch_compat_page.py`` writes docs/torch_compat.md from the rows.
-"""
+"""The only file that uses private names of torch. Each has a row in ``_torch_names.py``: what for, and where it holds."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch._C import _disabled_torch_function_impl as no_torch_function
@@ -23,13 +21,12 @@ from torch.distributed.tensor.placement_types import (
     _MaskPartial as MaskPartial,
     _StridedShard as StridedShard,
 )
+from torch.optim import LBFGS, _adafactor as adafactor, _muon as muon
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 __all__ = [
-    "PRIVATE_NAMES",
-    "TESTED_VERSIONS",
     "DTensorSpec",
     "FakeTensorMode",
     "MaskPartial",
@@ -44,7 +41,9 @@ __all__ = [
     "backward_id",
     "change_outer_shape",
     "current_mesh",
+    "decomposes",
     "dtensor_propagator",
+    "extend_optimizers",
     "group_timeout",
     "in_backward",
     "is_profiled",
@@ -57,169 +56,10 @@ __all__ = [
     "observe_conversion",
     "pytree",
     "raw_apply",
+    "replaced_lbfgs_parts",
     "saved_tensor_hooks",
     "storage_of",
 ]
-
-#: The releases that the whole test suite passes on.
-TESTED_VERSIONS = ("2.13.0", "2.14.1")
-
-
-class PrivateName(NamedTuple):
-    """A private name of torch that hdtensor relies on.
-
-    Attributes:
-        name: Dotted, as Python finds it; after ``->`` attributes of what it gives.
-        why: What for.
-        versions: The releases over which it kept its place and meaning.
-    """
-
-    name: str
-    why: str
-    versions: str
-
-
-_TENSOR = "torch.distributed.tensor"
-PRIVATE_NAMES = (
-    PrivateName(
-        "torch.Tensor._dtensor__new__",
-        "C++ constructor of the wrapper; reads `spec.tensor_meta`, sets `_local_tensor` and `_spec`",
-        "2.13-2.15",
-    ),
-    PrivateName(
-        "torch._C._disabled_torch_function_impl",
-        "wrapper subclasses take no part in `__torch_function__`",
-        "2.11-2.15",
-    ),
-    PrivateName(
-        "torch._C._current_graph_task_id",
-        "whether backward runs: plain operands of the forward are accepted again",
-        "2.11-2.15",
-    ),
-    PrivateName(
-        "torch._C._current_autograd_node -> _sequence_nr",
-        "whose part of backward communicates: counts by module",
-        "2.13-2.14",
-    ),
-    PrivateName(
-        "torch._C._autograd._get_sequence_nr",
-        "which autograd nodes a module makes: counts by module",
-        "2.13-2.14",
-    ),
-    PrivateName(
-        "torch.autograd._profiler_enabled",
-        "whether a profiler runs, in 50 ns: without one there are no ranges",
-        "2.13-2.14",
-    ),
-    PrivateName(
-        "torch.distributed.ProcessGroup._get_backend -> options._timeout",
-        "groups inherit the default group's timeout",
-        "2.13-2.15",
-    ),
-    PrivateName(
-        "torch.autograd.Variable._execution_engine -> queue_callback",
-        "bring gradients home once, when backward ends",
-        "2.11-2.15",
-    ),
-    PrivateName(
-        "torch._C._VariableFunctions",
-        "Python bindings of aten functions, 0.8 us cheaper a call than overloads",
-        "2.11-2.15",
-    ),
-    PrivateName("torch._C._nn", "more of these bindings", "2.11-2.15"),
-    PrivateName(
-        "torch._C._DisableTorchDispatch",
-        "operators that change shape in place, on the wrapper's own sizes",
-        "2.13-2.15",
-    ),
-    PrivateName(
-        "torch._C._meta_in_tls_dispatch_include",
-        "the same: whether the meta kernel runs",
-        "2.13-2.15",
-    ),
-    PrivateName(
-        "torch._C._set_meta_in_tls_dispatch_include",
-        "the same: have the meta kernel run",
-        "2.13-2.15",
-    ),
-    PrivateName(
-        "torch.distributed.device_mesh._mesh_resources -> mesh_stack",
-        "the mesh of a `with mesh:` block, where a call names none, as DTensor's",
-        "2.13-2.15",
-    ),
-    PrivateName(
-        "torch.utils._pytree",
-        "leaves of module results that are mappings or dataclasses",
-        "2.11-2.15",
-    ),
-    PrivateName(
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "to see a module's operators, whatever they run on",
-        "2.11-2.15",
-    ),
-    PrivateName(
-        "torch._C._autograd._top_saved_tensors_default_hooks",
-        "whether a module puts a part of its computing off to backward",
-        "2.13-2.14",
-    ),
-    PrivateName(
-        "torch.UntypedStorage._cdata",
-        "whether tensors share memory, on the meta device too",
-        "2.11-2.15",
-    ),
-    PrivateName(
-        "torch.library._register_effectful_op",
-        "compilers keep collectives and messages, and their order",
-        "2.13-2.15",
-    ),
-    PrivateName(
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-        "output metadata of operators without a C++ meta kernel",
-        "2.11-2.15",
-    ),
-    PrivateName(
-        f"{_TENSOR}._dtensor_spec.DTensorSpec",
-        "what DTensor's propagator takes and gives",
-        "2.11-2.15",
-    ),
-    PrivateName(
-        f"{_TENSOR}._dtensor_spec.TensorMeta", "shape, stride and dtype in it", "2.11-2.15"
-    ),
-    PrivateName(
-        f"{_TENSOR}._op_schema.OpSchema", "an operator call for the propagator", "2.11-2.15"
-    ),
-    PrivateName(
-        f"{_TENSOR}._sharding_prop.ShardingPropagator -> _propagate_tensor_meta_non_cached",
-        "DTensor's rules for both tiers; ours overrides where metadata come from",
-        "2.11-2.15",
-    ),
-    PrivateName(
-        f"{_TENSOR}.DTensor._op_dispatcher -> sharding_propagator",
-        "the instance that all rules are registered with",
-        "2.11-2.15",
-    ),
-    PrivateName(
-        f"{_TENSOR}._utils.ExplicitRedistributionContext -> _local, _active",
-        "honoured for implicit conversions",
-        "2.11-2.15",
-    ),
-    PrivateName(
-        "torch.distributed.device_mesh.DeviceMesh -> _init_backend, _rank",
-        "meshes without processes, for deduction",
-        "2.13-2.15",
-    ),
-    PrivateName(
-        f"{_TENSOR}.placement_types._StridedShard",
-        "of which a rank owns several boxes; also a top cut behind another dim",
-        "2.11-2.15",
-    ),
-    PrivateName(
-        f"{_TENSOR}.placement_types._MaskPartial",
-        "recognised, and answered by an ordinary `Partial` instead",
-        "2.11-2.15",
-    ),
-)
-
 
 #: ``new_wrapper(cls, local, spec, requires_grad)``: DTensor's constructor of a wrapper subclass in C++;
 #: it reads ``spec.tensor_meta`` and sets ``_local_tensor`` and ``_spec``. 0.5 us against 1 us for
@@ -235,6 +75,11 @@ def observe_conversion(src: DTensorSpec, dst: DTensorSpec, text: Callable[[], st
 
 #: ``is_profiled()``: whether torch's profiler is running, in 50 ns.
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
+
+
+def decomposes(func: Any) -> bool:
+    """Return whether an operator is made of others. In ``inference_mode`` it arrives whole, as autograd is left out."""
+    return func._can_decompose()
 
 
 def keep_in_order(name: str, library: torch.library.Library) -> None:
@@ -288,6 +133,40 @@ def node_in_backward() -> int | None:
 def at_backward_end(callback: Callable[[], None]) -> None:
     """Have the autograd engine call ``callback`` once at the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def extend_optimizers(
+    factorize: Callable[..., None],
+    orthogonalize: Callable[..., torch.Tensor],
+    lbfgs_step: Callable[..., Any],
+) -> None:
+    """Put functions before those of torch's optimizers; each gets torch's own first, then its arguments."""
+    for home, name, function in (
+        (adafactor, "adafactor", factorize),
+        (muon, "_zeropower_via_newtonschulz", orthogonalize),
+        (LBFGS, "step", lbfgs_step),
+    ):
+        setattr(home, name, _before(getattr(home, name), function))
+
+
+def _before(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def replaced_lbfgs_parts(
+    optimizer: Any, gather: Callable[[], Any], add: Callable[[Any, Any], None]
+) -> Iterator[None]:
+    """Have an LBFGS read gradients and move parameters by these functions."""
+    optimizer._gather_flat_grad, optimizer._add_grad = gather, add
+    try:
+        yield
+    finally:
+        del optimizer._gather_flat_grad, optimizer._add_grad
 
 
 def change_outer_shape(func: Any, tensor: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> None:

@@ -344,10 +344,10 @@ class HDTensor(torch.Tensor):
                 HDTensor, self._local_tensor.detach().clone(), self._spec, self.requires_grad
             )
             memo[id(self)] = copied
-            if isinstance(self, torch.nn.Parameter):
+            if isinstance(self, torch.nn.Parameter):  # as torch's, without the gradient
                 copied = torch.nn.Parameter(copied.detach(), self.requires_grad)
                 memo[id(self)] = copied
-            if self.grad is not None:
+            elif self.grad is not None:
                 copied.grad = self.grad.__deepcopy__(memo)
         return copied
 

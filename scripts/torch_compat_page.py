@@ -1,4 +1,4 @@
-"""Write docs/torch_compat.md from the table in hdtensor/_torch_compat.py, and look for private names that lack a row.
+"""Write docs/torch_compat.md from the table in hdtensor/_torch_names.py, and look for private names that lack a row.
 
 Run ``python scripts/torch_compat_page.py`` after a change there; a test compares.
 """
@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-from hdtensor import _torch_compat
-from hdtensor._torch_compat import PRIVATE_NAMES, TESTED_VERSIONS
+from hdtensor import _torch_names
+from hdtensor._torch_names import PRIVATE_NAMES, TESTED_VERSIONS
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,8 +19,8 @@ SOURCE = ROOT / "hdtensor" / "_torch_compat.py"
 _HEAD = """\
 # Private names of torch
 
-Written by `scripts/torch_compat_page.py` from the table in `hdtensor/_torch_compat.py`, the only file that
-uses private names of torch (`scripts/check_private_torch.py` checks it). The test suite passes on torch {tested}.
+Written by `scripts/torch_compat_page.py` from the table in `hdtensor/_torch_names.py`. The only file that uses
+private names of torch is `hdtensor/_torch_compat.py` (`scripts/check_private_torch.py` checks it). The test suite passes on torch {tested}.
 What differs between them is not a name but DTensor's rules; where a rule got narrower, `hdtensor/ops/special/` has
 one for all releases: copies of pending products and norms (`copies.py`), `any` and `all` (`reductions.py`), and
 in-place operators whose rule would change the layout of what they write to (`ops/writes.py`).
@@ -74,15 +74,14 @@ def missing_rows() -> list[str]:
 
 def unused_rows() -> list[str]:
     """Return the rows whose name the source does not use."""
-    source = SOURCE.read_text(encoding="utf-8").split("PRIVATE_NAMES = (")
-    code = source[0] + source[1].partition("\n)\n")[2]
+    code = SOURCE.read_text(encoding="utf-8")
     return [row.name for row in PRIVATE_NAMES if re.split(r"[^\w]+", row.name)[-1] not in code]
 
 
 def main() -> int:
     """Write the page; return 1 where a name has no row, or a row no name."""
-    wrong = [f"{name}: no row in {_torch_compat.__name__}" for name in missing_rows()]
-    wrong += [f"{name}: a row in {_torch_compat.__name__}, but not used" for name in unused_rows()]
+    wrong = [f"{name}: no row in {_torch_names.__name__}" for name in missing_rows()]
+    wrong += [f"{name}: a row in {_torch_names.__name__}, but not used" for name in unused_rows()]
     print(*wrong, sep="\n", end="\n" if wrong else "")
     PAGE.write_text(page(), encoding="utf-8")
     return 1 if wrong else 0

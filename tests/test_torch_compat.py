@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from hdtensor._torch_compat import PRIVATE_NAMES, TESTED_VERSIONS
+from hdtensor._torch_names import PRIVATE_NAMES, TESTED_VERSIONS
 from scripts import torch_compat_page
 
 

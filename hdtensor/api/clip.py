@@ -156,7 +156,7 @@ def _lots(function: str, tensors: Sequence[torch.Tensor]) -> _Lots:
         counts = is_counted.get(spec)
         if counts is None:
             try:
-                counts = _counts(function, spec, current_rank(), not communicates())
+                counts = counts_elements(function, spec, current_rank(), not communicates())
             except HDTensorError as error:  # told to all ranks, then raised
                 lot.problem, counts = error, False
             is_counted[spec] = counts
@@ -167,7 +167,7 @@ def _lots(function: str, tensors: Sequence[torch.Tensor]) -> _Lots:
     return found
 
 
-def _counts(function: str, spec: Any, rank: int, is_alone: bool) -> bool:
+def counts_elements(function: str, spec: Any, rank: int, is_alone: bool) -> bool:
     """Return whether a rank is the first of those that hold the same elements.
 
     Args:

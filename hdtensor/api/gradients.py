@@ -108,10 +108,15 @@ class GradientSync:
             parameter.grad = old + parameter.grad
         grad = parameter.grad
         assert isinstance(grad, HDTensor), f"the gradient of an HDTensor is one, got {type(grad)}"
-        if grad._spec.spec is parameter._spec.spec:  # type: ignore[attr-defined]
-            return
-        self._pending[id(parameter)] = parameter
-        if self.enabled:
+        if grad._spec.spec is not parameter._spec.spec:  # type: ignore[attr-defined]
+            self._pending[id(parameter)] = parameter
+        self.note_passed()
+
+    def note_passed(self) -> None:
+        """Have what is pending brought home by this backward, which may bring no more of it to this rank: one that skips
+        a module now may have earlier taken its part in it, inside of ``no_sync``.
+        """
+        if self.enabled and self._pending:
             self._queue()
 
     def _queue(self) -> None:

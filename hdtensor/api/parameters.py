@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.nn.utils.parametrize import ParametrizationList
 
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.distribute import distribute_tensor
@@ -43,7 +45,22 @@ def distribute_parameters(
                 replaced[id(parameter)] = new
                 was_meta |= parameter.is_meta
             module._parameters[key] = new
+    _distribute_parametrizations(model)
     return was_meta
+
+
+def _distribute_parametrizations(model: nn.Module) -> None:
+    """Put what a parametrization computes with (``spectral_norm``'s vectors) where the parameter is, whole on each rank."""
+    for module in model.modules():
+        original = module._parameters.get("original")
+        if not isinstance(module, ParametrizationList) or not isinstance(original, HDTensor):
+            continue
+        whole = original.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
+        for inner in module.modules():
+            for key, buffer in inner._buffers.items():
+                is_plain = buffer is not None and not isinstance(buffer, HDTensor)
+                if is_plain and buffer.is_floating_point() and not buffer.is_meta:
+                    inner._buffers[key] = distribute_tensor(buffer, whole)
 
 
 def _distribute_parameter(

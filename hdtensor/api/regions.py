@@ -208,6 +208,7 @@ class Region:
             for parameter in self._parameters():
                 parameter._skips, parameter._seen_skips = self._skips, 0
         self._skips[0] += 1
+        self.sync.note_passed()
 
     # -- the slow states --------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hdtensor._torch_compat import new_wrapper
+from hdtensor._torch_compat import decomposes, new_wrapper
 from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError
 from hdtensor.ops import foreach, record, writes
@@ -190,6 +190,8 @@ def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = rule(func, args, kwargs)
         if run is not None:
             return run if func in LOCAL_SPECIAL else _counted(run)
+    if decomposes(func):  # in inference_mode: what it is made of has rules, as without
+        return lambda *args: func.decompose(*args[:-1], **(args[-1] or {}))
     if foreach.is_foreach(func):
         return foreach.make_run(func, args, kwargs)
     if writes.is_out_variant(func):
@@ -208,7 +210,12 @@ def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _deduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = next(v for _, v in operands(args, kwargs) if is_hdtensor(v))
+    first = next((v for _, v in operands(args, kwargs) if is_hdtensor(v)), None)
+    if first is None:  # such as an out variant's, which writes to an HDTensor
+        raise DeductionError(
+            f"{func}: the result would go to an HDTensor, but no operand is one. Make it of HDTensors "
+            f"(distribute_tensor(t, spec)), or compute it plainly and distribute_tensor the result."
+        )
     # Where the result goes elsewhere (zeros_like(t, device="cpu")) an empty one does, too.
     device = torch.device(kwargs.get("device") or first._local_tensor.device)
     return record.make_record(make_call(func, args, kwargs), tensor_type(), device)

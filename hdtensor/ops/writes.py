@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from hdtensor.errors import DeductionError
 from hdtensor.ops.binding import check_writable
@@ -109,7 +110,7 @@ def copy_into(func: Any, out: Any, result: Any, name: str = "out") -> None:
     """
     if not is_hdtensor(out):
         raise DeductionError(
-            f"{func}: {name} is a plain tensor of shape {tuple(out.shape)}; give an HDTensor laid out as "
+            f"{func}: {name} is a {'DTensor' if isinstance(out, DTensor) else 'plain tensor'} of shape {tuple(out.shape)}; give an HDTensor laid out as "
             f"{result._spec}."
         )
     check_writable(func, name, out._spec)

@@ -119,3 +119,12 @@ def test_a_spec_of_something_else():
             x.redistribute("S3 / 0:R 1:R")
         with pytest.raises(SpecError, match=r"'Q' is no placement\. Write S<dim>, R, P"):
             x.redistribute("Q / 0:R")
+
+
+def test_an_out_variant_that_has_no_operand_of_ours():
+    with as_rank(0):
+        out = distribute_tensor(torch.ones(4, 6), "S0[3:1] / 0,1:S1 2:R", src_data_rank=None)
+        with pytest.raises(
+            DeductionError, match=r"aten\.add\..*no operand is one.*distribute_tensor"
+        ):
+            torch.add(torch.ones(4, 6), 1, out=out)

@@ -61,7 +61,10 @@ def _check_copies(rank):
     assert isinstance(twin, nn.Parameter)
     assert isinstance(twin, HDTensor)
     assert twin.requires_grad
-    assert torch.equal(twin.grad.full_tensor(), torch.full_like(X, 2))
+    assert twin.grad is None, "a copy of a parameter of torch's has no gradient"
+    leaf = make().requires_grad_()
+    (leaf * 2).sum().backward()
+    assert torch.equal(copy.deepcopy(leaf).grad.full_tensor(), torch.full_like(X, 2))
     with torch.no_grad():
         parameter.zero_()
     assert torch.equal(twin.detach().full_tensor(), X)

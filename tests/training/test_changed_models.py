@@ -13,6 +13,7 @@ import hdtensor
 from hdtensor import PlanError
 from tests.support.world import run_world
 from tests.training.networks import (
+    PLANS,
     WORLD_SIZE,
     assert_same_gradients,
     assert_same_parameters,
@@ -91,6 +92,27 @@ def _spectral(rank, name):
     largest = torch.linalg.matrix_norm(net.down.weight.detach().full_tensor(), 2).item()
     assert largest == pytest.approx(1, abs=0.02)
     return losses
+
+
+def _check_spectral_before(rank):
+    def normalize(net):
+        parametrizations.spectral_norm(net.up)
+        parametrizations.spectral_norm(net.down)
+
+    for name in PLANS:
+        net, reference = pair(name, prepare=normalize)
+        for seed in range(3):
+            both_backward(net, reference, seed)
+            assert_same_gradients(net, reference)
+        for module in (net, reference):
+            module.eval()
+        both_backward(net, reference, 7)
+        assert_same_gradients(net, reference)
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_spectral_norm_before_parallelize():
+    run_world(_check_spectral_before, WORLD_SIZE)
 
 
 @pytest.mark.dist(WORLD_SIZE)

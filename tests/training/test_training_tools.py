@@ -1,6 +1,8 @@
 """PyTorch's training tools over mixed subgroups equal one device: precision, checkpoints, hooks, schedules, functions."""
 
+import copy
 import functools
+import warnings
 
 import pytest
 import torch
@@ -262,3 +264,82 @@ def _check_functions(rank):
 @pytest.mark.dist(WORLD_SIZE)
 def test_functional_transforms_and_double_backward():
     run_world(_check_functions, WORLD_SIZE)
+
+
+def _check_inference(rank):
+    """Operators that are made of others arrive whole in inference_mode."""
+    net, reference = pair(dropout=0.5)
+    for module in (net, reference):
+        module.eval()
+    batch = batch_of(0)
+    cut = hdtensor.distribute_batch(net, batch)
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            logits, want = net(cut["ids"]), reference(batch["ids"])
+            torch.testing.assert_close(logits.full_tensor(), want)
+            loss, plain = (
+                F.cross_entropy(o.flatten(0, 1), b["labels"].flatten())
+                for o, b in ((logits, cut), (want, batch))
+            )
+            assert hdtensor.item(loss) == pytest.approx(plain.item())
+    q = torch.randn(4, 2, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for spec in ("S0[3:1] / 0,1:S1 2:R", "R / 0,1:S1 2:R"):
+        x = distribute_tensor(q, spec)
+        with torch.inference_mode():
+            for function in (
+                lambda t: F.scaled_dot_product_attention(t, t, t, is_causal=True),
+                lambda t: F.mse_loss(t, t * 2),
+                lambda t: F.kl_div(t.log_softmax(-1), t.softmax(-1), reduction="batchmean"),
+                lambda t: F.cosine_similarity(t, t * 2, -1),
+                lambda t: torch.where(t > 0, t, 0.0),
+                lambda t: F.dropout(t, 0.5, training=False),
+                lambda t: F.alpha_dropout(t, 0.5, training=False),
+            ):
+                torch.testing.assert_close(function(x).full_tensor(), function(q))
+    drawn = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        torch.manual_seed(3)
+        with mode():
+            drawn.append(F.dropout(x, 0.5).full_tensor())
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_inference_mode():
+    run_world(_check_inference, WORLD_SIZE)
+
+
+def _check_anomalies(rank):
+    net, reference = pair()
+    with torch.autograd.set_detect_anomaly(True):
+        for seed in range(4):
+            both_backward(net, reference, seed)
+            assert_same_gradients(net, reference)
+    x = distribute_tensor(torch.zeros(4, 6), "R / 0-3:S0").requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, with the forward's traceback
+        with (
+            torch.autograd.set_detect_anomaly(True),
+            pytest.raises(RuntimeError, match="nan values"),
+        ):
+            (x.sqrt() * 0).sum().backward()
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_detect_anomaly():
+    run_world(_check_anomalies, WORLD_SIZE)
+
+
+def _check_copy_with_gradients(rank):
+    net, reference = pair()
+    for seed in range(3):
+        both_backward(net, reference, seed)
+        twins = copy.deepcopy(net), copy.deepcopy(reference)
+        both_backward(*twins, seed=9)
+        assert_same_gradients(*twins)
+        assert_same_gradients(net, reference)
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_a_copy_has_no_gradients():
+    run_world(_check_copy_with_gradients, WORLD_SIZE)

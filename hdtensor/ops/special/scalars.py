@@ -129,3 +129,9 @@ def _has_same_storage_numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Ask about this rank's memory."""
     return lambda x, *rest: x._local_tensor.is_pinned()
+
+
+@special(aten._is_any_true.default, aten._is_all_true.default, is_local=True)
+def _is_true(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Ask about this rank's elements: ``detect_anomaly`` looks for nan after each node, which not all ranks have."""
+    return lambda x, kw: func(x._local_tensor)

@@ -1,0 +1,186 @@
+"""The table of private names of torch that ``_torch_compat.py`` uses; ``scripts/torch_compat_page.py`` shows it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+#: The releases that the whole test suite passes on.
+TESTED_VERSIONS = ("2.13.0", "2.14.1")
+
+
+class PrivateName(NamedTuple):
+    """A private name of torch that hdtensor relies on.
+
+    Attributes:
+        name: Dotted, as Python finds it; after ``->`` attributes of what it gives.
+        why: What for.
+        versions: The releases over which it kept its place and meaning.
+    """
+
+    name: str
+    why: str
+    versions: str
+
+
+_TENSOR = "torch.distributed.tensor"
+PRIVATE_NAMES = (
+    PrivateName(
+        "torch.Tensor._dtensor__new__",
+        "C++ constructor of the wrapper; reads `spec.tensor_meta`, sets `_local_tensor` and `_spec`",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch._C._disabled_torch_function_impl",
+        "wrapper subclasses take no part in `__torch_function__`",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch._C._current_graph_task_id",
+        "whether backward runs: plain operands of the forward are accepted again",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch._C._current_autograd_node -> _sequence_nr",
+        "whose part of backward communicates: counts by module",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch._C._autograd._get_sequence_nr",
+        "which autograd nodes a module makes: counts by module",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch.autograd._profiler_enabled",
+        "whether a profiler runs, in 50 ns: without one there are no ranges",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch.distributed.ProcessGroup._get_backend -> options._timeout",
+        "groups inherit the default group's timeout",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch.autograd.Variable._execution_engine -> queue_callback",
+        "bring gradients home once, when backward ends",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch._C._VariableFunctions",
+        "Python bindings of aten functions, 0.8 us cheaper a call than overloads",
+        "2.11-2.15",
+    ),
+    PrivateName("torch._C._nn", "more of these bindings", "2.11-2.15"),
+    PrivateName(
+        "torch._C._DisableTorchDispatch",
+        "operators that change shape in place, on the wrapper's own sizes",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch._C._meta_in_tls_dispatch_include",
+        "the same: whether the meta kernel runs",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch._C._set_meta_in_tls_dispatch_include",
+        "the same: have the meta kernel run",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch.distributed.device_mesh._mesh_resources -> mesh_stack",
+        "the mesh of a `with mesh:` block, where a call names none, as DTensor's",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch.utils._pytree",
+        "leaves of module results that are mappings or dataclasses",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "to see a module's operators, whatever they run on",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "whether a module puts a part of its computing off to backward",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch.UntypedStorage._cdata",
+        "whether tensors share memory, on the meta device too",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch.library._register_effectful_op",
+        "compilers keep collectives and messages, and their order",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "output metadata of operators without a C++ meta kernel",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch._ops.OpOverload._can_decompose",
+        "operators made of others, which arrive whole in `inference_mode`",
+        "2.11-2.14",
+    ),
+    PrivateName(
+        "torch.optim._adafactor.adafactor",
+        "Adafactor's step, matrix by matrix on one rank",
+        "2.11-2.14",
+    ),
+    PrivateName(
+        "torch.optim._muon._zeropower_via_newtonschulz",
+        "Muon's iteration, on one rank",
+        "2.11-2.14",
+    ),
+    PrivateName(
+        "torch.optim.LBFGS._gather_flat_grad",
+        "LBFGS's vector, of which each rank holds its shards",
+        "2.11-2.14",
+    ),
+    PrivateName("torch.optim.LBFGS._add_grad", "how LBFGS moves parameters along it", "2.11-2.14"),
+    PrivateName(
+        f"{_TENSOR}._dtensor_spec.DTensorSpec",
+        "what DTensor's propagator takes and gives",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        f"{_TENSOR}._dtensor_spec.TensorMeta", "shape, stride and dtype in it", "2.11-2.15"
+    ),
+    PrivateName(
+        f"{_TENSOR}._op_schema.OpSchema", "an operator call for the propagator", "2.11-2.15"
+    ),
+    PrivateName(
+        f"{_TENSOR}._sharding_prop.ShardingPropagator -> _propagate_tensor_meta_non_cached",
+        "DTensor's rules for both tiers; ours overrides where metadata come from",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        f"{_TENSOR}.DTensor._op_dispatcher -> sharding_propagator",
+        "the instance that all rules are registered with",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        f"{_TENSOR}._utils.ExplicitRedistributionContext -> _local, _active",
+        "honoured for implicit conversions",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        "torch.distributed.device_mesh.DeviceMesh -> _init_backend, _rank",
+        "meshes without processes, for deduction",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        f"{_TENSOR}.placement_types._StridedShard",
+        "of which a rank owns several boxes; also a top cut behind another dim",
+        "2.11-2.15",
+    ),
+    PrivateName(
+        f"{_TENSOR}.placement_types._MaskPartial",
+        "recognised, and answered by an ordinary `Partial` instead",
+        "2.11-2.15",
+    ),
+)
