@@ -13,6 +13,7 @@ import torch
 from hdtensor._torch_compat import new_wrapper, pytree, raw_apply
 from hdtensor.api.points import Points
 from hdtensor.api.shapes import LayoutRule
+from hdtensor.errors import DeductionError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.generate import empty_like_local
 from hdtensor.ops.special.move import gradient_bound, move
@@ -47,6 +48,19 @@ class Layout:
         return self.asked - reached if reached else set()
 
 
+def _refuse_second_derivatives() -> None:
+    """Refuse a backward that shall itself be differentiated: the nodes carry values, not their history.
+
+    Raises:
+        DeductionError: If autograd records.
+    """
+    if torch.is_grad_enabled():
+        raise DeductionError(
+            "second derivatives (create_graph=True) through a module that runs as a whole, because earlier passes "
+            "took first ones only. Pass use_regions=False to parallelize()."
+        )
+
+
 class _EnterNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: HDTensor, grad_bound: BoundSpec) -> torch.Tensor:
@@ -57,6 +71,7 @@ class _EnterNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[HDTensor, None]:
+        _refuse_second_derivatives()
         return new_wrapper(HDTensor, grad, ctx.bound, False), None
 
 
@@ -68,6 +83,7 @@ class _LeaveNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: HDTensor) -> tuple[torch.Tensor, None, None]:
+        _refuse_second_derivatives()
         if grad._spec.spec is not ctx.spec:
             grad = move(grad, ctx.spec, grad.top_sizes)
         return grad._local_tensor, None, None
@@ -90,6 +106,7 @@ class _SkipNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        _refuse_second_derivatives()
         ctx.note()
         needed, device = ctx.needs_input_grad, ctx.device
         given = [

@@ -55,6 +55,8 @@ class _Watch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: HDTensor) -> tuple[HDTensor, None, None, None]:
         layout = ctx.layout
+        if torch.is_grad_enabled():
+            layout.state = "failed"  # second derivatives need the history of every operator
         if ctx.is_output:
             layout.start_events, layout.backward_events = events[0], 0
         layout.backward_events = max(layout.backward_events, events[0] - layout.start_events)
