@@ -41,7 +41,7 @@ __all__ = [
     "backward_id",
     "change_outer_shape",
     "current_mesh",
-    "decomposes",
+    "decomposed",
     "dtensor_propagator",
     "extend_optimizers",
     "group_timeout",
@@ -77,9 +77,14 @@ def observe_conversion(src: DTensorSpec, dst: DTensorSpec, text: Callable[[], st
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
-def decomposes(func: Any) -> bool:
-    """Return whether an operator is made of others. In ``inference_mode`` it arrives whole, as autograd is left out."""
-    return func._can_decompose()
+def decomposed(func: Any) -> Callable[..., Any] | None:
+    """Return what runs an operator as those that it is made of, None if it is made of none.
+
+    In ``inference_mode`` it arrives whole, as autograd is left out.
+    """
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return None
+    return functools.partial(func._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def keep_in_order(name: str, library: torch.library.Library) -> None:

@@ -122,8 +122,13 @@ PRIVATE_NAMES = (
         "2.11-2.15",
     ),
     PrivateName(
-        "torch._ops.OpOverload._can_decompose",
-        "operators made of others, which arrive whole in `inference_mode`",
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "whether an operator is made of others; in `inference_mode` it arrives whole",
+        "2.11-2.14",
+    ),
+    PrivateName(
+        "torch._ops.OpOverload -> _op_dk",
+        "run it as those",
         "2.11-2.14",
     ),
     PrivateName(

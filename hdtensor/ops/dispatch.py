@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hdtensor._torch_compat import decomposes, new_wrapper
+from hdtensor._torch_compat import decomposed, new_wrapper
 from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError
 from hdtensor.ops import foreach, record, writes
@@ -190,8 +190,9 @@ def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = rule(func, args, kwargs)
         if run is not None:
             return run if func in LOCAL_SPECIAL else _counted(run)
-    if decomposes(func):  # in inference_mode: what it is made of has rules, as without
-        return lambda *args: func.decompose(*args[:-1], **(args[-1] or {}))
+    parts = decomposed(func)
+    if parts is not None:  # what it is made of has rules, as outside of inference_mode
+        return lambda *args: parts(*args[:-1], **(args[-1] or {}))
     if foreach.is_foreach(func):
         return foreach.make_run(func, args, kwargs)
     if writes.is_out_variant(func):

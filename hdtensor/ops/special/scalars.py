@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 
 from hdtensor._rank import is_played
-from hdtensor._torch_compat import observe_conversion
+from hdtensor._torch_compat import in_backward, observe_conversion
 from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError, NonLocalError
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.registry import accepts_plain, is_hdtensor, moves, special, wrap
+from hdtensor.ops.registry import accepts_plain, deduced, is_hdtensor, moves, special, wrap
 from hdtensor.ops.special.move import gradient_bound, move
 from hdtensor.ops.special.pending import without_reductions
 
@@ -129,6 +129,20 @@ def _has_same_storage_numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Ask about this rank's memory."""
     return lambda x, *rest: x._local_tensor.is_pinned()
+
+
+@special(aten.isnan.default, is_local=True)
+def _is_nan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Look at this rank's term of a gradient whose reduction is pending, where ``detect_anomaly`` asks."""
+    if not args[0]._spec.spec.has_partial():
+        return None
+
+    def run(x: Any, kw: Any) -> Any:
+        if in_backward() and torch.is_anomaly_check_nan_enabled():
+            return func(x._local_tensor)
+        return deduced(func, (x,), kw or {})(x, kw)
+
+    return run
 
 
 @special(aten._is_any_true.default, aten._is_all_true.default, is_local=True)
