@@ -108,7 +108,9 @@ def parallelize(
         DisagreementError: On every rank, if ranks hold unlike plans or weights.
     """
     if model in _states:
-        raise PlanError("the model is parallelized already; build a new one for another plan.")
+        raise PlanError(
+            "the model is parallelized already; hdtensor.switch(model, plan, optimizer) brings it to another plan."
+        )
     if not isinstance(plan, AnnotationPlan):
         raise PlanError(
             f"parallelize takes an AnnotationPlan, got a {type(plan).__name__}. Read one with "

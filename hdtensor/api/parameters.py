@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -52,14 +54,15 @@ def distribute_parameters(
 def _distribute_parametrizations(model: nn.Module) -> None:
     """Put what a parametrization computes with (``spectral_norm``'s vectors) where the parameter is, whole on each rank."""
     for module in model.modules():
-        original = module._parameters.get("original")
+        original: Any = module._parameters.get("original")
         if not isinstance(module, ParametrizationList) or not isinstance(original, HDTensor):
             continue
         whole = original.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
         for inner in module.modules():
             for key, buffer in inner._buffers.items():
-                is_plain = buffer is not None and not isinstance(buffer, HDTensor)
-                if is_plain and buffer.is_floating_point() and not buffer.is_meta:
+                if buffer is None or isinstance(buffer, HDTensor) or buffer.is_meta:
+                    continue
+                if buffer.is_floating_point():
                     inner._buffers[key] = distribute_tensor(buffer, whole)
 
 

@@ -174,11 +174,15 @@ def check_same_cut(call: Call) -> None:
         if a == b or _proportional(a, b):  # type: ignore[arg-type]
             continue
         name = call.name_of(path)
+        if bound.shape == first.shape and bound.spec.top != first.spec.top:  # cut on another dim
+            target, sizes = first.spec, a
+        else:
+            target = bound.spec.replace(top_ratio=first.spec.top_ratio)
+            sizes = _sizes_like(first, bound)  # type: ignore[assignment]
         raise DeductionError(
             f"{call.func}: operand {call.name_of(first_path)!r} is cut {a} between subgroups, "
             f"operand {name!r} {b} ({call.name_of(first_path)}: {first}; {name}: {bound}). Cut both alike: "
-            f"{name}.redistribute({str(bound.spec.replace(top_ratio=first.spec.top_ratio))!r}, "
-            f"top_sizes={_sizes_like(first, bound)})."
+            f"{name}.redistribute({str(target)!r}, top_sizes={sizes})."
         )
 
 

@@ -30,6 +30,9 @@ from hdtensor.ops.registry import (
 )
 
 
+#: Namespaces of what ``torch.distributed`` sends with.
+_COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+
 Handler = Callable[[tuple[Any, ...], dict[str, Any] | None], Any]
 
 #: Records kept over all operators; past it all are dropped and made anew from the cached decisions.
@@ -185,6 +188,11 @@ def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises:
         DeductionError: If the operator cannot run on operands that are laid out like this.
     """
+    if func.namespace in _COLLECTIVES:
+        raise DeductionError(
+            f"{func}: torch.distributed's collectives do not know how a tensor is cut. For its value call "
+            f"t.full_tensor() or hdtensor.item(t), to move data t.redistribute(spec); or pass t.to_local()."
+        )
     rule = SPECIAL.get(func)
     if rule is not None:
         run = rule(func, args, kwargs)

@@ -137,9 +137,8 @@ def check_heads(
             if stage.tp > 1 and heads is None:
                 raise PlanError(
                     f"{stage_path(p, s)}.tp: {stage.tp} cuts {by_heads[0].name!r} by heads, but "
-                    f"the model's config has no num_attention_heads. Expand "
-                    f"ModelDescription.from_module(model).replace(num_attention_heads=..., "
-                    f"num_key_value_heads=...)."
+                    f"the model's config has no num_attention_heads. Set it before, for example "
+                    f"model.config = {{'num_attention_heads': 8, 'num_key_value_heads': 2}}."
                 )
             if heads is not None and heads % stage.tp:
                 raise PlanError(

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -143,3 +144,17 @@ def _check_functional(rank):
 @pytest.mark.dist(WORLD_SIZE)
 def test_weights_lent_as_dtensors_get_their_gradients():
     run_world(_check_functional, WORLD_SIZE)
+
+
+def _cut_again(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    module = hdtensor.distribute_module(nn.Linear(4, 4), mesh)
+    with pytest.raises(hdtensor.DeductionError, match="do not know how a tensor is cut"):
+        parallelize_module(module, mesh, ColwiseParallel())
+    with pytest.raises(hdtensor.DeductionError, match=r"allreduce_.*hdtensor\.item\(t\)"):
+        dist.all_reduce(module.weight.detach())
+
+
+@pytest.mark.dist(2)
+def test_hdtensors_are_not_cut_by_torch_again():
+    run_world(_cut_again, 2)

@@ -76,6 +76,18 @@ OPERATORS = {
             "other = other.redistribute('S0 / 0:R 1:R')",
         ],
     ),
+    "another top cut with other extents": (
+        lambda: _cut("S0[3:1] / 0,1:S1 2:R") + _cut("S1 / 0,1:S0 2:R"),
+        [
+            "'self' is cut (6, 2)",
+            "'other' (2, 2)",
+            "other.redistribute('S0[3:1] / 0,1:S1 2:R', top_sizes=(6, 2))",
+        ],
+    ),
+    "a collective of torch's own": (
+        lambda: torch.ops._c10d_functional.all_reduce(_cut("R / 0-3:S0"), "sum", "0"),
+        ["all_reduce", "how a tensor is cut", "hdtensor.item(t)", "t.to_local()"],
+    ),
     "other extents": (
         lambda: _cut("S0[3:1] / 0:R 1:R") + _cut("S0[1:3] / 0:R 1:R"),
         [

@@ -20,6 +20,25 @@ PLANS = [
 ]
 
 
+def _shared(order):
+    """Ranks 0 and 1 share their sequences, rank 3 has its own whole."""
+    pair = {"ranks": [0, 1], "layers": [0, 1], "cp": 2}
+    pipelines = [(2, pair), (1, {"ranks": [3], "layers": [0, 1]})]
+    keys = {"context_parallel": "ring", "sequence_order": order}
+    pipelines = [{"share": share, "stages": [stage]} for share, stage in pipelines]
+    return hd.AnnotationPlan.from_dict({**keys, "pipelines": pipelines})
+
+
+#: Between plans that treat the sequence in unlike ways.
+SEQUENCES = [
+    PLANS[0],
+    _shared("zigzag"),
+    strategy(([2, 3], 1), ([0], 2), sequence_parallel=True),
+    _shared("contiguous"),
+    PLANS[1],
+]
+
+
 def _optimizer(model, name):
     makers = {
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-2),
@@ -46,13 +65,13 @@ def _losses(model, optimizer, steps, cut=lambda data: data, value=lambda loss: l
     return losses
 
 
-def _check_training(rank, name, options, use_regions=True):
+def _check_training(rank, name, options, use_regions=True, plans=PLANS):
     plain = build("llama")
     reference = _optimizer(plain, name)
-    model = hd.parallelize(build("llama"), PLANS[0], use_regions=use_regions)
+    model = hd.parallelize(build("llama"), plans[0], use_regions=use_regions)
     optimizer = _optimizer(model, name)
     identities = [id(p) for p in model.parameters()]
-    for number, plan in enumerate([None, *PLANS[1:]]):
+    for number, plan in enumerate([None, *plans[1:]]):
         if plan is not None:
             report = switch(model, plan, optimizer, options=options)
             assert report.moved
@@ -91,6 +110,11 @@ def test_every_optimizer_goes_along(name):
 @pytest.mark.dist(4)
 def test_op_by_op():
     run_world(_check_training, 4, "adamw", None, False)
+
+
+@pytest.mark.dist(4)
+def test_the_sequence_is_shared_otherwise():
+    run_world(_check_training, 4, "adamw", None, True, SEQUENCES)
 
 
 def _check_join(rank):

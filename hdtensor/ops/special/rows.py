@@ -57,6 +57,7 @@ _POINTWISE_BACKWARDS = {
 
 
 def pointwise(num_outs: int, specs: Sequence[DTensorSpec]) -> list[Row]:
+    """Return the rows of an operator that treats elements alike: every dim may be cut in all operands that have it."""
     # On CUDA the buffer of log_sigmoid is an empty tensor, which broadcasts with nothing.
     shapes = [tuple(s.shape) for s in specs]
     shape = torch.broadcast_shapes(*(s for s in shapes if s != (0,) or len(set(shapes)) == 1))
