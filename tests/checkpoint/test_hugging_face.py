@@ -268,4 +268,4 @@ def test_no_rank_holds_more_than_one_tensor_beside_its_shards(tmp_path):
     for rank, ((saving, loading), largest, total) in enumerate(ranks):
         assert total > 8 * largest
         assert saving <= largest * (1.5 if rank == 0 else 0.5), "on rank 0 half of it arrives"
-        assert loading <= largest, "the file's memory is counted, as far as it is looked at"
+        assert loading <= largest + 64, "the file's memory is counted, as far as it is looked at"
