@@ -97,7 +97,7 @@ def share_batch(
     Raises:
         PlanError: If rows in another order would not be told their positions.
     """
-    is_causal_lm = isinstance(batch, Mapping) and getattr(model, "loss_type", "") == "ForCausalLM"
+    is_causal_lm = isinstance(batch, Mapping) and _shifts_labels(model)
     shares = _shares_of(plan, batch, fill_up=is_causal_lm)
     if isinstance(batch, Mapping):
         batch = dict(batch)
@@ -147,6 +147,12 @@ def _length_of(batch: Any) -> int:
         "distribute_batch: the plan shares sequences, dim 1 of the batch's tensors, but no tensor has one. Pass "
         "tensors [batch, sequence, ...]."
     )
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Whether the loss is that of causal models of ``transformers``, the default of older names (GPT-2)."""
+    kind = getattr(model, "loss_type", "")
+    return kind == "ForCausalLM" or (kind is None and type(model).__name__.endswith("LMHeadModel"))
 
 
 def _shift_labels(batch: dict[str, Any]) -> None:

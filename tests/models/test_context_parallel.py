@@ -44,6 +44,7 @@ CASES = [
     pytest.param("llama", SPLIT, SEQUENCE, {}, id="split"),
     pytest.param("qwen3", SPLIT, SEQUENCE | ZIGZAG, {}, id="split_zigzag"),
     pytest.param("llama", SPLIT_AND_CP, SEQUENCE | ZIGZAG | RING, {}, id="split_and_cp"),
+    pytest.param("gpt2", SPLIT, SEQUENCE | ZIGZAG, {}, id="gpt2_split_zigzag"),
 ]
 
 
