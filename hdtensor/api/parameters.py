@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,22 +47,25 @@ def distribute_parameters(
                 replaced[id(parameter)] = new
                 was_meta |= parameter.is_meta
             module._parameters[key] = new
-    _distribute_parametrizations(model)
+    _distribute_parametrizations(model, src_data_rank)
     return was_meta
 
 
-def _distribute_parametrizations(model: nn.Module) -> None:
+def _distribute_parametrizations(model: nn.Module, src_data_rank: int | None) -> None:
     """Put what a parametrization computes with (``spectral_norm``'s vectors) where the parameter is, whole on each rank."""
     for module in model.modules():
-        original = module._parameters.get("original")
+        original: Any = module._parameters.get("original")
         if not isinstance(module, ParametrizationList) or not isinstance(original, HDTensor):
             continue
         whole = original.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
         for inner in module.modules():
             for key, buffer in inner._buffers.items():
-                is_plain = buffer is not None and not isinstance(buffer, HDTensor)
-                if is_plain and buffer.is_floating_point() and not buffer.is_meta:
-                    inner._buffers[key] = distribute_tensor(buffer, whole)
+                if buffer is None or isinstance(buffer, HDTensor) or buffer.is_meta:
+                    continue
+                if buffer.is_floating_point():
+                    inner._buffers[key] = distribute_tensor(
+                        buffer, whole, src_data_rank=src_data_rank
+                    )
 
 
 def _distribute_parameter(

@@ -14,6 +14,7 @@ import torch
 from hdtensor.collectives import observe
 from hdtensor.ops.registry import call, events, is_hdtensor, special
 from hdtensor.ops.special.means import cut_dims, is_pending, reduced
+from hdtensor.ops.writes import copy_into
 
 
 aten = torch.ops.aten
@@ -60,7 +61,10 @@ def over_the_whole_batch(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
 def _follow(running: Any, new: Any, momentum: float) -> None:
     """Move a running statistic; a plain one, on ranks that hold a part of the batch only."""
     if is_hdtensor(running):
-        call(aten.lerp_.Scalar, running, new, momentum)
+        moved = call(aten.lerp.Scalar, running, new, momentum)
+        copy_into(
+            aten.native_batch_norm.default, running, moved, "running"
+        )  # it may be cut otherwise
     elif running is not None and new._spec.index is not None:
         running.lerp_(new._local_tensor, momentum)
 
