@@ -47,11 +47,11 @@ def distribute_parameters(
                 replaced[id(parameter)] = new
                 was_meta |= parameter.is_meta
             module._parameters[key] = new
-    _distribute_parametrizations(model)
+    _distribute_parametrizations(model, src_data_rank)
     return was_meta
 
 
-def _distribute_parametrizations(model: nn.Module) -> None:
+def _distribute_parametrizations(model: nn.Module, src_data_rank: int | None) -> None:
     """Put what a parametrization computes with (``spectral_norm``'s vectors) where the parameter is, whole on each rank."""
     for module in model.modules():
         original: Any = module._parameters.get("original")
@@ -63,7 +63,9 @@ def _distribute_parametrizations(model: nn.Module) -> None:
                 if buffer is None or isinstance(buffer, HDTensor) or buffer.is_meta:
                     continue
                 if buffer.is_floating_point():
-                    inner._buffers[key] = distribute_tensor(buffer, whole)
+                    inner._buffers[key] = distribute_tensor(
+                        buffer, whole, src_data_rank=src_data_rank
+                    )
 
 
 def _distribute_parameter(

@@ -62,7 +62,9 @@ def _follow(running: Any, new: Any, momentum: float) -> None:
     """Move a running statistic; a plain one, on ranks that hold a part of the batch only."""
     if is_hdtensor(running):
         followed = call(aten.lerp.Scalar, running, new, momentum)
-        copy_into(aten.lerp_.Scalar, running, followed, "running")  # which may be cut otherwise
+        copy_into(
+            aten.native_batch_norm.default, running, followed, "running"
+        )  # which may be cut otherwise
     elif running is not None and new._spec.index is not None:
         running.lerp_(new._local_tensor, momentum)
 
