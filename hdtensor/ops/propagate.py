@@ -7,7 +7,7 @@ A tier is a list of ``DTensorSpec`` operands over one abstract mesh. Both tiers 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import Replicate
@@ -57,11 +57,13 @@ class TierResult(NamedTuple):
 RowRule = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[Placement, ...]] | None]
 ROW_RULES: dict[Any, RowRule] = {}
 
+_Rule = TypeVar("_Rule", bound=RowRule)
 
-def row_rule(*ops: Any) -> Callable[[RowRule], RowRule]:
+
+def row_rule(*ops: Any) -> Callable[[_Rule], _Rule]:
     """Register rows of placements for ``ops``; a second rule for an op is an error."""
 
-    def register(rule: RowRule) -> RowRule:
+    def register(rule: _Rule) -> _Rule:
         for op in ops:
             if op in ROW_RULES:
                 raise ValueError(f"{op} already has a rule: {ROW_RULES[op]}.")
