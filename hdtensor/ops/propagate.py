@@ -57,7 +57,6 @@ class TierResult(NamedTuple):
 RowRule = Callable[[tuple[Any, ...], dict[str, Any]], list[tuple[Placement, ...]] | None]
 ROW_RULES: dict[Any, RowRule] = {}
 
-
 _Rule = TypeVar("_Rule", bound=RowRule)
 
 
