@@ -80,9 +80,12 @@ is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
 def decomposed(func: Any) -> Callable[..., Any] | None:
     """Return what runs an operator as those that it is made of, None if it is made of none.
 
-    In ``inference_mode`` it arrives whole, as autograd is left out.
+    In ``inference_mode`` it arrives whole, as autograd is left out. One with a kernel of its own is not taken apart: its
+    parts (those of ``silu_backward``) round otherwise.
     """
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    if not has_kernel(name, "CompositeImplicitAutograd") or has_kernel(name, "CPU"):
         return None
     return functools.partial(func._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 
