@@ -16,18 +16,17 @@ cut                 cut                 refused                               -
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor.api.local_map import local_map
+from hdtensor.api.region_leaf import parameters_as
 from hdtensor.errors import DeductionError, PlanError
 from hdtensor.placements import checks
 from hdtensor.placements.spec import HDSpec
@@ -116,7 +115,7 @@ class LocalModule:
 
         def run(*local: Any) -> Any:
             rows, weights = local[: len(given)], local[len(given) :]
-            with self._parameters_as(weights):
+            with parameters_as(self.module, lambda i, _: weights[i]):
                 named = dict(zip(names, rows[len(args) :], strict=True))
                 return self.forward(*rows[: len(args)], **named, **kwargs)
 
@@ -171,21 +170,3 @@ class LocalModule:
                 f"Gather the rows before it, or replicate its parameters by a pattern."
             )
         return Partial()
-
-    @contextlib.contextmanager
-    def _parameters_as(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Put plain tensors in the parameters' places."""
-        homes = {id(p): w for p, w in zip(list(self.module.parameters()), weights, strict=True)}
-        places = [
-            (inner._parameters, key, p)
-            for inner in self.module.modules()
-            for key, p in inner._parameters.items()
-            if p is not None
-        ]
-        for home, key, p in places:
-            home[key] = homes[id(p)]  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            for home, key, p in places:
-                home[key] = p
