@@ -22,15 +22,19 @@ from hdtensor.collectives.wire import is_host_only
 #: Smaller reductions are a ring's: its latency is as good.
 MIN_BYTES = 1 << 16
 
+#: The same where several tensors may share a buffer: one collective for many saves more than their packing costs.
+MIN_BYTES_OF_MANY = 1 << 20
+
 #: Elements of a chunk are at most so many bytes, and so many chunks are on their way.
 CHUNK_BYTES = 4 << 20
 _DEPTH = 8
 
 
-def is_pair(dtype: torch.dtype, op: Partial, num_bytes: int) -> bool:
-    """Return whether two ranks reduce so many bytes chunk by chunk."""
+def is_pair(dtype: torch.dtype, op: Partial, num_bytes: int, *, is_shared: bool) -> bool:
+    """Return whether two ranks reduce so many bytes chunk by chunk, where others may share a buffer with them or not."""
     is_plain = dtype in NATIVE and not is_norm(op)
-    return is_plain and num_bytes >= MIN_BYTES and is_host_only()
+    least = MIN_BYTES_OF_MANY if is_shared else MIN_BYTES
+    return is_plain and num_bytes >= least and is_host_only()
 
 
 class PairReduction:

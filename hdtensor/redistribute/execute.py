@@ -86,7 +86,7 @@ def execute_many(
     _announce(plans)
     state = [local.detach() for local in locals_]
     for number in sorted(rounds):
-        run_round(rounds[number], state, bucket_bytes, donate=donate)
+        run_round(rounds[number], state, bucket_bytes, donate=donate, is_shared=True)
     return [_as_new(*each) for each in zip(programs, locals_, state, strict=True)]
 
 
@@ -198,6 +198,7 @@ def run_round(
     *,
     reverse: bool = False,
     donate: bool = False,
+    is_shared: bool = False,
 ) -> None:
     """Carry out one step of each of several tensors, replacing their local tensors in ``state``.
 
@@ -207,13 +208,14 @@ def run_round(
         bucket_bytes: As for ``execute_many``.
         reverse: Whether messages go on the channel of backward passes.
         donate: Whether the local tensors may be overwritten.
+        is_shared: Whether other tensors may be in the round, if not on this rank then on another.
     """
     items: list[jobs.Item] = []
     in_pairs: list[jobs.Item] = []
     for i, step in todo:
         for job in step.jobs:
             item = jobs.Item(i, step, job, state[i])
-            (in_pairs if jobs.is_in_pair(item) else items).append(item)
+            (in_pairs if jobs.is_in_pair(item, is_shared=is_shared) else items).append(item)
     started = [
         (bucket, jobs.launch(bucket, donate)) for bucket in jobs.buckets_of(items, bucket_bytes)
     ]

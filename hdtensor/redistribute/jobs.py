@@ -207,14 +207,16 @@ def deliver(bucket: Sequence[Item], flat: Tensor, state: list[Tensor]) -> None:
     unflatten(flat, targets)
 
 
-def is_in_pair(item: Item) -> bool:
-    """Return whether a job is an all-reduce of two ranks that goes chunk by chunk."""
+def is_in_pair(item: Item, *, is_shared: bool) -> bool:
+    """Return whether a job is an all-reduce of two ranks that goes chunk by chunk; ``is_shared``: it may share a buffer."""
     collective = item.job.collective
     if not isinstance(collective, AllReduce) or len(collective.ranks) != 2:
         return False
     num_bytes = item.job.num_total * item.local.element_size()
     is_real = type(item.local) is Tensor
-    return is_real and pairs.is_pair(item.local.dtype, collective.op, num_bytes)
+    return is_real and pairs.is_pair(
+        item.local.dtype, collective.op, num_bytes, is_shared=is_shared
+    )
 
 
 def start_pair(item: Item, new: Tensor, donate: bool) -> pairs.PairReduction:

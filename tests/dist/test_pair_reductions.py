@@ -5,6 +5,7 @@ import torch
 
 from hdtensor.collectives import pairs
 from hdtensor.collectives.groups import ensure_groups
+from hdtensor.debug import count_communication
 from hdtensor.redistribute import resolve, simulate
 from hdtensor.redistribute.execute import execute, execute_many
 from tests.redistribute.oracle import cut, layout_of
@@ -25,13 +26,14 @@ CASES = [
 
 
 def _check(rank, dtype):
-    pairs.CHUNK_BYTES, pairs.MIN_BYTES, before = 3000, 4000, (pairs.CHUNK_BYTES, pairs.MIN_BYTES)
+    before = pairs.CHUNK_BYTES, pairs.MIN_BYTES, pairs.MIN_BYTES_OF_MANY
+    pairs.CHUNK_BYTES, pairs.MIN_BYTES, pairs.MIN_BYTES_OF_MANY = 3000, 4000, 4000
     try:
         for src, dst in CASES:
             if dtype.is_floating_point or "avg" not in src:
                 _check_case(rank, src, dst, dtype)
     finally:
-        pairs.CHUNK_BYTES, pairs.MIN_BYTES = before
+        pairs.CHUNK_BYTES, pairs.MIN_BYTES, pairs.MIN_BYTES_OF_MANY = before
 
 
 def _check_case(rank, src, dst, dtype):
@@ -59,3 +61,18 @@ def _check_case(rank, src, dst, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64], ids=str)
 def test_values(dtype):
     run_world(_check, 3, dtype)
+
+
+def _count(rank):
+    plan = resolve("P / 0:R 1:R", "R / 0:R 1:R", SHAPE)
+    ensure_groups(plan.rank_sets())
+    local = torch.ones(SHAPE, dtype=torch.float64)
+    assert local.nbytes > pairs.MIN_BYTES
+    with count_communication() as count:
+        execute_many([plan] * 5, [local] * 5)
+    assert count.by_kind() == {"all_reduce": 1}
+
+
+@pytest.mark.dist(2)
+def test_tensors_of_medium_size_share_one_reduction():
+    run_world(_count, 2)
