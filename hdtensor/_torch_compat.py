@@ -12,6 +12,10 @@ import torch
 from torch._C import _disabled_torch_function_impl as no_torch_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.pipelining._backward import (
+    stage_backward_input as backward_for_input,
+    stage_backward_weight as backward_for_weight,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
@@ -38,6 +42,8 @@ __all__ = [
     "ViewsOnly",
     "abstract_mesh",
     "at_backward_end",
+    "backward_for_input",
+    "backward_for_weight",
     "backward_id",
     "change_outer_shape",
     "current_mesh",

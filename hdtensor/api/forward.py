@@ -19,6 +19,7 @@ from hdtensor.api.changes import Upkeep
 from hdtensor.api.collect import full_tensor
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.implicit import implicit_replication
+from hdtensor.errors import PlanError
 from hdtensor.plan import ExpandedPlan
 from hdtensor.tensor import HDTensor
 
@@ -31,6 +32,8 @@ class State(Protocol):
     depth: int
     generating: int
     wants_router_logits: bool
+    is_staged: bool
+    runs_lane: bool
 
 
 #: Arguments of a forward that are cut as the batch; the rest (masks, positions, a cache) stays as it is.
@@ -51,6 +54,11 @@ def accept_plain(model: nn.Module, state: State, reinstall: Callable[[], None]) 
     def accepting(*args: Any, **kwargs: Any) -> Any:
         if not state.upkeep.is_current():
             state.upkeep.look(model, reinstall)
+        if state.is_staged and not state.runs_lane:
+            raise PlanError(
+                "the model's plan has several stages in a pipeline, so that no rank can run it alone. Train it with "
+                "hdtensor.pipeline.Runner(model, plan).step(batch), or use a plan of one stage in each pipeline."
+            )
         state.depth += 1
         state.wants_router_logits = _wants_router_logits(model, kwargs)
         try:

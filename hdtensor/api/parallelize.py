@@ -47,6 +47,7 @@ class ParallelState:
         depth: How many calls of the model's forward are running.
         generating: How many calls of the model's generate are running.
         wants_router_logits: Whether the running forward is to return routers' logits.
+        runs_lane: Whether a pipeline's runner calls the model.
         router_hooks: They gather these logits.
         upkeep: Notices that the model's parameters are others.
     """
@@ -64,8 +65,23 @@ class ParallelState:
     depth: int = 0
     generating: int = 0
     wants_router_logits: bool = False
+    runs_lane: bool = False
     router_hooks: list[RemovableHandle] = field(default_factory=list)
     upkeep: Upkeep = field(init=False)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether hidden states go on to other ranks, in which case a pipeline's runner calls the model."""
+        return any(point.kind == "stage" for point in self.plan.points)
+
+    @contextlib.contextmanager
+    def running_lane(self) -> Iterator[None]:
+        """Allow calls of the model on its lanes' stages."""
+        self.runs_lane = True
+        try:
+            yield
+        finally:
+            self.runs_lane = False
 
 
 _states: weakref.WeakKeyDictionary[nn.Module, ParallelState] = weakref.WeakKeyDictionary()
@@ -206,7 +222,13 @@ def replace_plan(model: nn.Module, plan: ExpandedPlan) -> None:
 
 
 def _install(model: nn.Module, state: ParallelState) -> None:
-    """Place what depends on the plan: redistribute points, and regions inside of them."""
+    """Place what depends on the plan: redistribute points, and regions inside of them.
+
+    With several stages in a pipeline its runner does, lane by lane.
+    """
+    if state.is_staged:
+        state.hooks, state.restores, state.regions = [], [], []
+        return
     state.hooks = points.place(model, state.plan)
     sharing = state.plan.shared_sequences
     state.restores = []
@@ -217,6 +239,11 @@ def _install(model: nn.Module, state: ParallelState) -> None:
     if state.use_regions:
         description = ModelDescription.from_module(model)
         state.regions = regions.install(model, description, state.sync)
+
+
+def is_parallelized(model: nn.Module) -> bool:
+    """Return whether ``parallelize`` was called with the model."""
+    return model in _states
 
 
 def state_of(model: nn.Module) -> ParallelState:
@@ -252,14 +279,8 @@ def check_supported(plan: ExpandedPlan) -> None:
     """Raise where a plan needs what is not executed.
 
     Raises:
-        PlanError: For several stages in a pipeline, and for ZeRO.
+        PlanError: For ZeRO.
     """
-    stages = [p for p in plan.points if p.kind == "stage"]
-    if stages:
-        raise PlanError(
-            f"pipelines: the plan has several stages in a pipeline (hidden states move to other ranks at "
-            f"{stages[0].module!r}); one stage in each is what this version executes."
-        )
     if plan.zero:
         raise PlanError(f"zero: ZeRO-{plan.zero} is not executed by this version; use zero 0.")
 

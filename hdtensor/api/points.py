@@ -24,7 +24,7 @@ from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.special.move import gradient_spec, move
 from hdtensor.placements import checks
 from hdtensor.placements.spec import HDSpec
-from hdtensor.plan import ExpandedPlan
+from hdtensor.plan import ExpandedPlan, RedistributePoint
 from hdtensor.redistribute.execute import make_converter
 from hdtensor.tensor import HDTensor
 
@@ -115,15 +115,15 @@ running: list[Points] = []
 
 def place(model: nn.Module, plan: ExpandedPlan) -> list[RemovableHandle]:
     """Hook a plan's points into a model; return the handles that take them out."""
-    hooks = []
-    for point in plan.points:
-        module = model.get_submodule(point.module)
-        if point.side == "output":
-            hooks.append(module.register_forward_hook(OutputPoint(point.spec)))
-        else:
-            hook = InputPoint(point.spec)
-            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    return hooks
+    return [hook_in(model, point) for point in plan.points]
+
+
+def hook_in(model: nn.Module, point: RedistributePoint) -> RemovableHandle:
+    """Hook one point inside subgroups into a model; return the handle that takes it out."""
+    module = model.get_submodule(point.module)
+    if point.side == "output":
+        return module.register_forward_hook(OutputPoint(point.spec))
+    return module.register_forward_pre_hook(InputPoint(point.spec), with_kwargs=True)
 
 
 def is_own_hook(hook: Any) -> bool:

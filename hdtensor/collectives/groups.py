@@ -124,28 +124,30 @@ def ensure_channels() -> None:
         cache.reverse = cache.world if has_tags else dist.new_group(timeout=timeout)
 
 
-def message_channel(*, reverse: bool) -> tuple[dist.ProcessGroup, int]:
+def message_channel(*, reverse: bool, channel: int = 0) -> tuple[dist.ProcessGroup, int]:
     """Return the group and the tag of messages between pairs of ranks.
 
     Args:
         reverse: Whether they belong to a backward pass; ``ensure_channels`` must have been called.
+        channel: Messages of unlike channels may pass each other where the backend has tags. Elsewhere both
+            ranks must issue the messages of one direction in one order.
 
     Raises:
         GroupError: Inside ``as_rank``, or without ``ensure_channels``.
     """
     cache = _cache("send messages")
     if not reverse:
-        return cache.world, _FORWARD_TAG
+        return cache.world, _NUM_TAGS * channel + _FORWARD_TAG
     if cache.reverse is None:
         raise GroupError(
             "there is no channel for messages of a backward pass. It is created by all ranks "
             "together: call ensure_channels on every rank beforehand (redistribute does)."
         )
-    return cache.reverse, _REVERSE_TAG
+    return cache.reverse, _NUM_TAGS * channel + _REVERSE_TAG
 
 
 #: Tags on backends that have them; others tell the channels apart by communicator.
-_FORWARD_TAG, _REVERSE_TAG = 0, 1
+_FORWARD_TAG, _REVERSE_TAG, _NUM_TAGS = 0, 1, 2
 
 
 def mesh_of(subgroup: Subgroup) -> DeviceMesh:

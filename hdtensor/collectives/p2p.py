@@ -46,6 +46,7 @@ def start(
     recvs: Mapping[int, Tensor | Sequence[Tensor]],
     *,
     reverse: bool = False,
+    channel: int = 0,
     timeout: timedelta | None = None,
 ) -> Exchange:
     """Start all messages; what is returned waits for them.
@@ -56,6 +57,7 @@ def start(
             are matched in their order.
         reverse: Whether these are messages of a backward pass, which have their own channel: forward
             and backward messages of one pair may then pass each other.
+        channel: As ``message_channel``.
         timeout: How long to wait for each message; default the process group's.
 
     Raises:
@@ -63,7 +65,7 @@ def start(
     """
     if not sends and not recvs:
         return Exchange([], timeout)
-    group, tag = message_channel(reverse=reverse)
+    group, tag = message_channel(reverse=reverse, channel=channel)
     me, world = dist.get_rank(), dist.get_world_size()
     messages = [(me, peer, buffer) for peer, buffer in _each(sends) if peer != me]
     messages += [(peer, me, buffer) for peer, buffer in _each(recvs) if peer != me]

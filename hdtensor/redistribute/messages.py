@@ -59,7 +59,11 @@ _Writer: TypeAlias = Callable[[Tensor, Sequence[Tensor], Partial | None], None]
 
 
 def start(
-    parcels: Sequence[Parcel], *, reverse: bool = False, timeout: timedelta | None = None
+    parcels: Sequence[Parcel],
+    *,
+    reverse: bool = False,
+    channel: int = 0,
+    timeout: timedelta | None = None,
 ) -> Callable[[], None]:
     """Send all parcels' messages; the function returned waits and writes what arrived.
 
@@ -70,6 +74,7 @@ def start(
     Args:
         parcels: In the same order on every rank.
         reverse: Whether this is part of a backward pass.
+        channel: As ``message_channel``.
         timeout: How long to wait for a message; default the process group's.
     """
     if any(type(parcel.old) is not Tensor for parcel in parcels):
@@ -88,7 +93,9 @@ def start(
         tiers = {parcel.step.tier for parcel in parcels}
         observe.notify_messages(outgoing, buffers, "top" if "top" in tiers else "bottom")
     with observe.profiled("send_recv"):
-        exchange = p2p.start(outgoing, buffers, reverse=reverse, timeout=timeout)
+        exchange = p2p.start(
+            outgoing, buffers, reverse=reverse, channel=channel, timeout=timeout
+        )
 
     def finish() -> None:
         # What came is written while other messages are on their way.

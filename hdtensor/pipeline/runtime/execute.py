@@ -1,0 +1,144 @@
+"""One rank's part of a step: the actions of its schedule, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hdtensor._torch_compat import backward_for_input, backward_for_weight
+from hdtensor.pipeline.runtime.passage import Passage, Segment
+from hdtensor.pipeline.schedule.actions import Action, Kind
+from hdtensor.redistribute.overlap import Moving
+from hdtensor.tensor import HDTensor
+
+
+class Split(NamedTuple):
+    """What the first part of a backward leaves for the second.
+
+    Attributes:
+        groups: torch's groups of weights with the gradients that came to them; None: all is left to do.
+    """
+
+    groups: Any
+
+
+class Executor:
+    """Runs a row of actions.
+
+    Attributes:
+        is_training: Whether backward follows.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[int],
+        call: Callable[[int], Any],
+        weights: Callable[[], Iterable[torch.Tensor]],
+        *,
+        is_training: bool = True,
+    ) -> None:
+        """Prepare a step.
+
+        Args:
+            stages: Numbers of this rank's stages.
+            call: Calls the model with a micro-batch, and sets the loss of the last stage.
+            weights: This rank's leaves.
+            is_training: Whether backward follows.
+        """
+        self.is_training = is_training
+        self._stages = tuple(stages)
+        self._call = call
+        self._weights = weights
+        self._passages: dict[int, Passage] = {}
+        self._on_their_way: list[Moving] = []
+        self._splits: dict[tuple[int, int], Split] = {}
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Run all actions in their order; return when what this rank sends has arrived."""
+        for action in actions:
+            self._run(action)
+        for moving in self._on_their_way:
+            moving()
+        self._on_their_way.clear()
+
+    def _run(self, action: Action) -> None:
+        match action.kind:
+            case Kind.FORWARD:
+                self._forward(action)
+            case Kind.BACKWARD:
+                self._backward(self._segment(action))
+                self._end(action)
+            case Kind.BACKWARD_INPUT:
+                self._backward_input(action)
+            case Kind.BACKWARD_WEIGHT:
+                self._backward_weight(action)
+                self._end(action)
+
+    def _segment(self, action: Action) -> Segment:
+        return self._passages[action.microbatch].segments[self._stages.index(action.stage)]
+
+    def _forward(self, action: Action) -> None:
+        number = action.microbatch
+        passage = self._passages.get(number)
+        if passage is None:
+            passage = Passage(number, self._stages, lambda: self._call(number))
+            self._passages[number] = passage
+        passage.advance()
+        if not self.is_training:
+            for departure in self._segment(action).departures:
+                departure.wait_sent()
+            self._end(action)
+
+    def _end(self, action: Action) -> None:
+        """Let go of what a stage held for a micro-batch."""
+        segment = self._segment(action)
+        segment.arrivals, segment.departures, segment.loss = [], [], None
+        if action.stage == (self._stages[0] if self.is_training else self._stages[-1]):
+            del self._passages[action.microbatch]
+
+    def _backward(self, segment: Segment) -> None:
+        tensors, grads = self._outputs(segment)
+        if tensors:
+            torch.autograd.backward(tensors, grads)
+        self._send_gradients(segment)
+
+    def _outputs(self, segment: Segment) -> tuple[list[Any], list[Any]]:
+        """Return the tensors that backward begins with, and their gradients."""
+        tensors: list[Any] = []
+        grads: list[Any] = []
+        if segment.loss is not None and segment.loss.requires_grad:
+            tensors.append(segment.loss)
+            grads.append(None)
+        going = [d for d in segment.departures if d.tensor.requires_grad]
+        for departure in going:
+            departure.expect_gradient()
+        for departure in going:
+            tensors.append(departure.tensor)
+            grads.append(departure.gradient())
+        for departure in segment.departures:
+            departure.wait_sent()
+        return tensors, grads
+
+    def _send_gradients(self, segment: Segment) -> None:
+        self._on_their_way += [a.send_gradient() for a in segment.arrivals if a.leaf.requires_grad]
+
+    def _backward_input(self, action: Action) -> None:
+        segment, key = self._segment(action), (action.stage, action.microbatch)
+        inputs: list[HDTensor] = [a.leaf for a in segment.arrivals if a.leaf.requires_grad]
+        if not inputs:  # nobody waits
+            self._splits[key] = Split(None)
+            return
+        tensors, grads = self._outputs(segment)
+        grads = [torch.ones_like(t) if g is None else g for t, g in zip(tensors, grads, strict=True)]
+        _, groups = backward_for_input(tensors, grads, inputs, iter(self._weights()))
+        self._splits[key] = Split(groups)
+        self._send_gradients(segment)
+
+    def _backward_weight(self, action: Action) -> None:
+        split = self._splits.pop((action.stage, action.microbatch))
+        if split.groups is None:
+            self._backward(self._segment(action))
+        else:
+            backward_for_weight(iter(self._weights()), split.groups)

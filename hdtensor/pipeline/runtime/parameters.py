@@ -1,0 +1,105 @@
+"""A lane's view of a model's parameters: leaves of the lane's own specs, of the same memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hdtensor._torch_compat import new_wrapper
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.special.move import gradient_spec
+from hdtensor.placements import HDSpec
+from hdtensor.tensor import HDTensor
+
+
+class _Place(NamedTuple):
+    """Where a leaf stands in for a parameter.
+
+    Attributes:
+        home: The module's table of parameters.
+        key: The parameter's name in it.
+        parameter: What stands there otherwise.
+    """
+
+    home: dict[str, Any]
+    key: str
+    parameter: HDTensor
+
+
+class LaneParameters:
+    """Leaves that stand in for a model's parameters while its lane runs.
+
+    A leaf is cut as its stage says, over one subgroup; its gradients add up micro-batch by micro-batch without leaving
+    the stage. A tied weight has a leaf for each stage that uses it.
+
+    Attributes:
+        leaves: For each parameter in registration order its leaves in this lane.
+    """
+
+    def __init__(self, model: nn.Module, slots: Mapping[str, HDSpec]) -> None:
+        self.leaves: list[tuple[HDTensor, list[HDTensor]]] = []
+        self._places: list[tuple[_Place, HDTensor]] = []
+        known: dict[tuple[int, HDSpec], HDTensor] = {}
+        of_parameter: dict[int, list[HDTensor]] = {}
+        for module_name, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                assert isinstance(parameter, HDTensor), "parallelize has replaced every parameter"
+                spec = slots[f"{module_name}.{key}" if module_name else key]
+                leaf = known.get((id(parameter), spec))
+                if leaf is None:
+                    leaf = known[id(parameter), spec] = _leaf(parameter, spec)
+                    if id(parameter) not in of_parameter:
+                        self.leaves.append((parameter, []))
+                        of_parameter[id(parameter)] = self.leaves[-1][1]
+                    of_parameter[id(parameter)].append(leaf)
+                self._places.append((_Place(module._parameters, key, parameter), leaf))
+
+    def __iter__(self) -> Iterator[HDTensor]:
+        for _, leaves in self.leaves:
+            yield from leaves
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the leaves stand in for the parameters, with their present values and ``requires_grad``."""
+        for parameter, leaves in self.leaves:
+            for leaf in leaves:
+                _refresh(leaf, parameter)
+        for place, leaf in self._places:
+            place.home[place.key] = leaf
+        try:
+            yield
+        finally:
+            for place, _ in self._places:
+                place.home[place.key] = place.parameter
+
+    def drop_gradients(self) -> None:
+        """Forget the leaves' gradients."""
+        for leaf in self:
+            leaf.grad = None
+
+
+def _leaf(parameter: HDTensor, spec: HDSpec) -> HDTensor:
+    bound = BoundSpec.bind(spec, parameter.shape, None, parameter.dtype)
+    local = parameter._local_tensor.detach()
+    if bound.index is None and local.numel():
+        local = local.new_empty(0)  # the rank holds it for another stage
+    return nn.Parameter(new_wrapper(HDTensor, local, bound, False), parameter.requires_grad)  # type: ignore[return-value]
+
+
+def _refresh(leaf: HDTensor, parameter: HDTensor) -> None:
+    if leaf.is_local and leaf._local_tensor.data_ptr() != parameter._local_tensor.data_ptr():
+        leaf._local_tensor = parameter._local_tensor.detach()
+    if leaf.requires_grad != parameter.requires_grad:
+        leaf.requires_grad_(parameter.requires_grad)
+
+
+def zero_gradient(leaf: HDTensor) -> HDTensor:
+    """Return the gradient of a leaf that no micro-batch reached: zeros in the leaf's own spec."""
+    bound = BoundSpec.bind(gradient_spec(leaf.spec), leaf.shape, None, leaf.dtype)
+    return new_wrapper(HDTensor, torch.zeros_like(leaf._local_tensor), bound, False)

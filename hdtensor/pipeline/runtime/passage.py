@@ -1,0 +1,204 @@
+"""One micro-batch's call of the model on one rank, cut at the places where it enters this rank's stages."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hdtensor._rank import current_rank
+from hdtensor.ops.generate import empty_like_local
+from hdtensor.ops.registry import implicit
+from hdtensor.ops.special.move import move
+from hdtensor.pipeline.runtime.crossings import Arrival, Departure, route, spec_behind, stand_in
+from hdtensor.placements import HDSpec
+from hdtensor.redistribute.overlap import Moving
+from hdtensor.tensor import HDTensor
+
+
+#: Messages of unlike tensors have channels of their own: so many tensors cross in a call, and so many micro-batches are
+#: on their way at once.
+_MAX_CROSSINGS, _MAX_IN_FLIGHT = 1024, 2048
+
+
+@dataclass(slots=True)
+class Segment:
+    """What one stage computes of one micro-batch: the graph between tensors that come and tensors that go.
+
+    Attributes:
+        stage: Number of the stage in its lane.
+        arrivals: What comes from earlier stages.
+        departures: What goes to later ones.
+        loss: The sum of the micro-batch's losses, on the last stage.
+    """
+
+    stage: int
+    arrivals: list[Arrival] = field(default_factory=list)
+    departures: list[Departure] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+
+
+#: Calls that run now, innermost last.
+_running: list[Passage] = []
+
+
+def running() -> Passage | None:
+    """Return the micro-batch's call that runs now; None outside of a runner."""
+    return _running[-1] if _running else None
+
+
+class Passage:
+    """One micro-batch's way through the model on this rank.
+
+    The model is called once. Where data enters a further stage of this rank the call waits, in a thread of its own, until
+    the schedule's turn of that stage has come.
+
+    Attributes:
+        segments: This rank's stages in order.
+    """
+
+    def __init__(self, microbatch: int, stages: Sequence[int], call: Callable[[], Any]) -> None:
+        """Prepare the call.
+
+        Args:
+            microbatch: Number of the micro-batch in its lane.
+            stages: Numbers of this rank's stages.
+            call: Calls the model.
+        """
+        self.segments = [Segment(stage) for stage in stages]
+        self._microbatch = microbatch
+        self._call = call
+        self._now = 0 if stages[0] == 0 else -1
+        self._num_crossings = 0
+        self._thread = _Turns(self._run) if len(stages) > 1 else None
+
+    def advance(self) -> None:
+        """Run up to the end of the next of this rank's stages."""
+        if self._thread is None:
+            self._run()
+        else:
+            self._thread.resume()
+
+    def cross(self, tensors: Sequence[HDTensor], spec: HDSpec) -> list[HDTensor]:
+        """Bring tensors to another stage.
+
+        Args:
+            tensors: What the next modules take.
+            spec: The spec of hidden states behind the point.
+        """
+        rank, behind = current_rank(), set(spec.ranks)
+        others = [set(x.spec.ranks) != behind for x in tensors]
+        enters = any(
+            is_other and rank in behind and not x.is_local
+            for x, is_other in zip(tensors, others, strict=True)
+        )
+        if enters:
+            if self._now >= 0 and self._thread is not None:
+                self._pause()
+            self._now += 1
+        return [
+            self._cross(x, spec_behind(spec, x.ndim)) if is_other else x
+            for x, is_other in zip(tensors, others, strict=True)
+        ]
+
+    def _cross(self, x: HDTensor, spec: HDSpec) -> HDTensor:
+        number = self._num_crossings
+        self._num_crossings += 1
+        if not set(x.spec.ranks).isdisjoint(spec.ranks):
+            return move(x, spec, None)  # inside one stage
+        path = route(x._spec, spec)
+        channel = 1 + self._microbatch % _MAX_IN_FLIGHT * _MAX_CROSSINGS + number % _MAX_CROSSINGS
+        if x.is_local:
+            segment = self.segments[self._now]
+            moving = Moving(path.there, x._local_tensor, channel=channel)
+            segment.departures.append(Departure(x, path, moving, channel))
+            return stand_in(x, path)
+        if path.after.index is None:
+            return stand_in(x, path)
+        nothing = empty_like_local(x.dtype, x._local_tensor.device)
+        moving = Moving(path.there, nothing, channel=channel)
+        arrival = Arrival(path, moving, channel, x.requires_grad)
+        self.segments[self._now].arrivals.append(arrival)
+        return arrival.leaf
+
+    def _run(self) -> None:
+        _running.append(self)
+        try:
+            self._call()
+        finally:
+            _running.remove(self)
+
+    def _pause(self) -> None:
+        assert self._thread is not None, "one stage needs no turns"
+        _running.remove(self)
+        before, implicit[0] = implicit[0], False
+        try:
+            self._thread.pause()
+        finally:
+            implicit[0] = before
+            _running.append(self)
+
+
+class _Turns:
+    """A function in a thread of its own that runs only while its owner waits for it."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def resume(self) -> None:
+        """Let the function run until it pauses or ends; raise what it raises."""
+        if self._thread is None:
+            context = contextvars.copy_context()
+            settings = _thread_settings()
+            self._thread = threading.Thread(
+                target=context.run, args=(self._run, settings), daemon=True, name="hdtensor-stage"
+            )
+            self._thread.start()
+        self._go.release()
+        self._done.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def pause(self) -> None:
+        """Called by the function: wait for the next turn."""
+        self._done.release()
+        self._go.acquire()
+
+    def _run(self, settings: Callable[[], Any]) -> None:
+        self._go.acquire()
+        try:
+            with settings():
+                self._function()
+        except BaseException as error:  # it is raised where the thread is waited for
+            self._error = error
+        finally:
+            self._done.release()
+
+
+def _thread_settings() -> Callable[[], Any]:
+    """Return what gives another thread this thread's settings of torch."""
+    grad, device = torch.is_grad_enabled(), None
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
+
+    @contextmanager
+    def settings() -> Iterator[None]:
+        with ExitStack() as stack:
+            if device is not None:
+                stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in dtypes.items():
+                stack.enter_context(torch.autocast(kind, dtype))
+            yield
+
+    return settings

@@ -1,0 +1,258 @@
+"""``Runner``: trains a model whose plan has pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hdtensor._torch_compat import new_wrapper
+from hdtensor.api import parallelize as api, regions
+from hdtensor.api.local import prepare_groups, shard_of
+from hdtensor.collectives import groups
+from hdtensor.errors import PlanError
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.pipeline.exchanges import plan_lanes
+from hdtensor.pipeline.runtime import stage_points
+from hdtensor.pipeline.runtime.batches import lane_rows, map_tensors, microbatches, num_rows, rows
+from hdtensor.pipeline.runtime.execute import Executor
+from hdtensor.pipeline.runtime.gradients import SilentSync, bring_home
+from hdtensor.pipeline.runtime.lane_plan import LanePlan, lane_plan
+from hdtensor.pipeline.runtime.losses import causal_lm_loss, read_loss
+from hdtensor.pipeline.runtime.parameters import LaneParameters
+from hdtensor.pipeline.runtime.passage import running
+from hdtensor.pipeline.schedule.actions import Action, Kind, Schedule
+from hdtensor.pipeline.schedule.choose import build_schedule
+from hdtensor.placements import HDSpec
+from hdtensor.plan import AnnotationPlan, ModelDescription, Pattern
+from hdtensor.plan.strategy import StrategyPlan
+from hdtensor.tensor import HDTensor
+
+
+#: ``loss_fn(output, target)`` returns the sum of a micro-batch's losses, and how many they are.
+LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
+
+
+class Runner:
+    """Runs training steps of a model over pipelines, one program on every rank.
+
+    >>> runner = Runner(model, plan, schedule="1f1b")  # doctest: +SKIP
+    >>> optimizer = torch.optim.AdamW(model.parameters())  # doctest: +SKIP
+    >>> loss = runner.step(batch)  # doctest: +SKIP
+    >>> optimizer.step()  # doctest: +SKIP
+
+    Attributes:
+        model: The model.
+        lanes: The lanes that the plan makes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: AnnotationPlan,
+        loss_fn: LossFunction = causal_lm_loss,
+        *,
+        schedule: str = "1F1B",
+        num_microbatches: int | Sequence[int] | None = None,
+        targets: Collection[str] = ("labels",),
+        keep_plain: Collection[str] = ("attention_mask",),
+        patterns: Sequence[Pattern | tuple[str, str]] = (),
+        use_regions: bool = True,
+    ) -> None:
+        """Find the lanes and get ready; every rank of the world calls it.
+
+        Args:
+            model: A model, which is parallelized, or one that is already, by this plan.
+            plan: The plan.
+            loss_fn: ``loss_fn(output, target) -> (sum, count)``; called on the last stage with what the model
+                returns.
+            schedule: As for ``build_schedule``.
+            num_microbatches: Of each lane, or of all; default the plan's ``microbatches``.
+            targets: Names in a batch that go to ``loss_fn`` and not to the model.
+            keep_plain: Names in a batch that stay plain tensors, as for ``distribute_batch``.
+            patterns: As for ``parallelize``.
+            use_regions: As for ``parallelize``.
+
+        Raises:
+            PlanError: If the plan does not fit the model, or is no set of pipelines.
+            ScheduleError: If a lane cannot follow the schedule.
+        """
+        self.model = model
+        self._loss_fn = loss_fn
+        self._targets = tuple(targets)
+        self._keep_plain = tuple(keep_plain)
+        self._schedule_name = schedule
+        if not api.is_parallelized(model):
+            api.parallelize(model, plan, patterns=patterns, use_regions=use_regions)
+        self._state = api.state_of(model)
+        self._plan = self._state.plan
+        self.lanes = plan_lanes(self._plan)
+        self._sizes = _sizes(plan, len(self.lanes))
+        self._counts = _counts(plan, num_microbatches, len(self.lanes))
+        names = [(p.name, p.same_as or p.name) for p in ModelDescription.from_module(model).parameters]
+        plans = [lane_plan(self._plan, lane, names) for lane in self.lanes]
+        self._prepare_groups(plans)
+        self._rank = dist.get_rank()
+        self._index = next((i for i, lane in enumerate(self.lanes) if self._rank in lane.ranks), None)
+        self._schedules: dict[int, Schedule] = {}
+        self._sum, self._count = 0.0, 0.0
+        self._lane: LanePlan | None = None
+        if self._index is not None:
+            self._lane = plans[self._index]
+            self._place = self._lane.lane.place_of(self._rank)
+            self._stages = self._lane.lane.places[self._place].stages
+            self._parameters = LaneParameters(model, self._lane.slots)
+            self._install(use_regions)
+
+    def _prepare_groups(self, plans: Sequence[LanePlan]) -> None:
+        specs = [s for p in plans for s in (p.inputs, p.labels, *p.slots.values())]
+        specs += [point.spec for p in plans for point in p.points]
+        prepare_groups(*dict.fromkeys(specs))
+        groups.ensure_channels()
+
+    def _install(self, use_regions: bool) -> None:
+        assert self._lane is not None, "only ranks of lanes run the model"
+        with self._parameters.in_place():
+            self._hooks = stage_points.place(self.model, self._lane)
+            if use_regions:
+                description = ModelDescription.from_module(self.model)
+                self._regions = regions.install(self.model, description, SilentSync())  # type: ignore[arg-type]
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Run forward and backward of a batch; gradients are added to the parameters', as by ``backward()``.
+
+        Args:
+            batch: The same whole batch on every rank: a mapping of tensors with samples along dim 0.
+
+        Returns:
+            The mean loss over everything that counts in the batch: a plain tensor, the same on every rank of the world.
+        """
+        self._run(batch, is_training=True)
+        total, count = self._all_counted()
+        if self._lane is not None:
+            bring_home(self._parameters, 1.0 / count if count else 0.0)
+        return torch.tensor(total / count if count else float("nan"))
+
+    @torch.no_grad()
+    def eval(self, batch: Any) -> torch.Tensor:
+        """Run forward only; arguments and result as of ``step``."""
+        self._run(batch, is_training=False)
+        total, count = self._all_counted()
+        return torch.tensor(total / count if count else float("nan"))
+
+    def _run(self, batch: Any, *, is_training: bool) -> None:
+        self._sum, self._count = 0.0, 0.0
+        if self._lane is None:
+            return
+        parts = self._microbatches(batch)
+        executor = Executor(
+            self._stages,
+            lambda number: self._call(parts[number], is_training),
+            lambda: (leaf for leaf in self._parameters if leaf.is_local and leaf.requires_grad),
+            is_training=is_training,
+        )
+        with self._parameters.in_place(), self._state.running_lane():
+            executor.run(self._row(len(parts), is_training))
+
+    def _row(self, num: int, is_training: bool) -> tuple[Action, ...]:
+        assert self._lane is not None, "only ranks of lanes have a row"
+        if not is_training:
+            return tuple(Action(s, Kind.FORWARD, m) for m in range(num) for s in self._stages)
+        schedule = self._schedules.get(num)
+        if schedule is None:
+            schedule = build_schedule(self._schedule_name, self._lane.lane, num)
+            self._schedules[num] = schedule
+        return schedule.rows[self._place]
+
+    def _microbatches(self, batch: Any) -> list[Any]:
+        assert self._index is not None, "only ranks of lanes have a part of the batch"
+        start, stop = lane_rows(self._plan.inputs, num_rows(batch))[self._index]
+        if start == stop:
+            return []
+        num = self._counts[self._index]
+        return microbatches(rows(batch, start, stop), num, self._sizes[self._index])
+
+    def _call(self, part: Any, is_training: bool) -> None:
+        """Call the model with a micro-batch; on the last stage, the loss function."""
+        assert self._lane is not None, "only ranks of lanes run the model"
+        inputs, target = self._divide(part)
+        output = self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
+        if self._rank not in self._lane.labels.ranks:
+            return
+        total, count = read_loss(self._loss_fn(output, target))
+        passage = running()
+        assert passage is not None, "a runner calls the model"
+        if is_training:
+            passage.segments[-1].loss = total
+        if self._rank == self._lane.labels.subgroups[0].ranks[0] or len(self._lane.labels.ranks) > 1:
+            total, count = _value(total), _value(count)
+        if self._rank == self._lane.labels.subgroups[0].ranks[0]:
+            self._sum += total
+            self._count += count
+
+    def _divide(self, part: Any) -> tuple[Any, Any]:
+        """Return what the model is called with and what the loss function gets."""
+        assert self._lane is not None, "only ranks of lanes run the model"
+        inputs, labels = self._lane.inputs, self._lane.labels
+        if isinstance(part, dict):
+            to_model = {
+                k: v if k in self._keep_plain else _cut(v, inputs)
+                for k, v in part.items()
+                if k not in self._targets
+            }
+            found = {k: _cut(part[k], labels) for k in self._targets if k in part}
+            return to_model, next(iter(found.values())) if len(found) == 1 else found
+        *first, last = part
+        return [_cut(v, inputs) for v in first], _cut(last, labels)
+
+    def _all_counted(self) -> tuple[float, float]:
+        """Return the sum of all losses, and how many count, of all lanes."""
+        mine = torch.tensor([self._sum, self._count], dtype=torch.float64)
+        dist.all_reduce(mine)
+        return mine[0].item(), mine[1].item()
+
+
+def _value(x: Any) -> float:
+    if isinstance(x, HDTensor):
+        x = x.detach().to_dtensor().full_tensor()
+    return float(x)
+
+
+def _cut(value: Any, spec: HDSpec) -> Any:
+    """Return a plain batch's tensors as this rank's part of a micro-batch."""
+
+    def cut(_: str, tensor: torch.Tensor) -> Any:
+        if not tensor.ndim:
+            return tensor
+        bound = BoundSpec.bind(spec, tensor.shape, None, tensor.dtype)
+        return new_wrapper(HDTensor, shard_of(tensor, bound), bound, False)
+
+    return map_tensors(value, cut)
+
+
+def _counts(plan: AnnotationPlan, given: int | Sequence[int] | None, num_lanes: int) -> list[int]:
+    """Return each lane's number of micro-batches."""
+    if given is not None:
+        counts = [given] * num_lanes if isinstance(given, int) else list(given)
+        if len(counts) != num_lanes or any(not isinstance(n, int) or n < 1 for n in counts):
+            raise PlanError(
+                f"num_microbatches must be one number for each of the {num_lanes} lanes, at least 1, got {given}."
+            )
+        return counts
+    pipelines = plan.pipelines if isinstance(plan, StrategyPlan) else ()
+    if len(pipelines) != num_lanes or any(p.microbatches is None for p in pipelines):
+        raise PlanError(
+            f"the plan does not say how many micro-batches each of its {num_lanes} lanes runs; give its pipelines "
+            f"'microbatches', or pass num_microbatches."
+        )
+    return [p.microbatches or 1 for p in pipelines]
+
+
+def _sizes(plan: AnnotationPlan, num_lanes: int) -> list[int | None]:
+    pipelines = plan.pipelines if isinstance(plan, StrategyPlan) else ()
+    return [p.mbs for p in pipelines] if len(pipelines) == num_lanes else [None] * num_lanes
