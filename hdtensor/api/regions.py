@@ -76,7 +76,13 @@ _MAX_TRIES = 3
 _suspended = [False]
 
 
-def install(model: nn.Module, description: ModelDescription, sync: GradientSync) -> list[Region]:
+def install(
+    model: nn.Module,
+    description: ModelDescription,
+    sync: GradientSync,
+    *,
+    only_skips: bool = False,
+) -> list[Region]:
     """Make regions of a model's modules with parameters, down to the children of its layers.
 
     The module that holds the stack of layers is tried first: where all of it is local work, it runs as a whole.
@@ -85,6 +91,7 @@ def install(model: nn.Module, description: ModelDescription, sync: GradientSync)
         model: Its parameters are ``HDTensor``s already.
         description: Tells which modules are layers.
         sync: Is told of gradients that plain passes accumulate.
+        only_skips: Whether local modules stay op by op, so that the graph shows their parameters.
     """
     layers = {name for names in description.layer_modules.values() for name in names}
     chosen = []
@@ -95,7 +102,7 @@ def install(model: nn.Module, description: ModelDescription, sync: GradientSync)
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # without a forward
         if not is_list and (name.rpartition(".")[0] in layers or not is_inside):
             holds_layers = any(layer.startswith(f"{name}.") for layer in layers)
-            chosen.append(Region(module, sync, is_stack=holds_layers))
+            chosen.append(Region(module, sync, is_stack=holds_layers, only_skips=only_skips))
     return chosen
 
 
@@ -105,8 +112,16 @@ class Region:
     It stands in for the module's ``forward``, so that hooks on the module itself run around it.
     """
 
-    def __init__(self, module: nn.Module, sync: GradientSync, is_stack: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        sync: GradientSync,
+        *,
+        is_stack: bool = False,
+        only_skips: bool = False,
+    ) -> None:
         self.module = module
+        self.only_skips = only_skips
         self.is_stack = is_stack
         self.forward = module.forward
         self.sync = sync
@@ -143,6 +158,8 @@ class Region:
         )
         # Models look into masks before their layers: what they do with another one, no pass has shown.
         if not inputs or (self.is_stack and _has_plain((*args, *kwargs.values()))):
+            return self.forward(*args, **kwargs)
+        if self.only_skips and any(x.is_local for x in inputs):
             return self.forward(*args, **kwargs)
         try:
             layout = self.layouts.get(key)

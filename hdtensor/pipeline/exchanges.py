@@ -36,8 +36,12 @@ def plan_exchanges(plan: ExpandedPlan) -> Iterator[Exchange]:
     yield _between("inputs", here, here)
     for point in plan.points:
         if point.kind == "stage":
-            yield _between(f"{point.module} {point.side}", here, point.spec)
+            name = f"{point.module} {point.side}"
+            yield _between(name, here, point.spec)
             here = point.spec
+            for index in point.turns:
+                ranks = (here.subgroups[index].ranks,)
+                yield Exchange(name=name, src=ranks, dst=ranks, starts_stage=True)
     yield _between("labels", here, plan.labels)
 
 

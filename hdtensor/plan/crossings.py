@@ -11,7 +11,7 @@ from hdtensor.placements import HDSpec
 from hdtensor.plan.cuts import is_cut
 from hdtensor.plan.expanded import RedistributePoint
 from hdtensor.plan.model import ModelDescription
-from hdtensor.plan.sites import Use, layer_sites, stages_at
+from hdtensor.plan.sites import Site, Use, layer_sites, stages_at
 from hdtensor.plan.stages import Pipeline
 
 
@@ -64,7 +64,11 @@ class _Finder:
         self._is_sequence_parallel = sequence_parallel
         modules, by_layer = model.layer_modules, layer_sites(pipelines)
         self._modules = modules
-        self._begins = {b for a, b in itertools.pairwise(modules) if by_layer[a] != by_layer[b]}
+        self._begins = {
+            b: _turns(pipelines, by_layer[a], by_layer[b])
+            for a, b in itertools.pairwise(modules)
+            if by_layer[a] != by_layer[b]
+        }
         self._firsts, self._lasts = _ends(modules)
         self._is_cut = functools.cache(self._is_use_cut)
         self._expert_blocks = {
@@ -89,7 +93,13 @@ class _Finder:
         assert use.layer is not None, use.name
         if use.layer in self._begins:
             for module in self._modules[use.layer]:
-                yield _point(module, "input", "stage", between)
+                yield RedistributePoint(
+                    module=module,
+                    side="input",
+                    kind="stage",
+                    spec=between,
+                    turns=self._begins[use.layer],
+                )
         elif between is not whole and layer in self._firsts:
             yield _point(layer, "input", "tp", between)
         if between is not whole and layer in self._lasts:
@@ -141,6 +151,15 @@ class _Finder:
         if hidden is None or len(use.shape) != 2:
             return True
         return use.shape[0 if use.transposed else 1] == hidden
+
+
+def _turns(pipelines: Sequence[Pipeline], before: Site, after: Site) -> tuple[int, ...]:
+    """Return the pipelines in which a stage begins on the ranks of the stage before it."""
+    return tuple(
+        p
+        for p, (pipeline, a, b) in enumerate(zip(pipelines, before, after, strict=True))
+        if a != b and pipeline.stages[a].ranks == pipeline.stages[b].ranks
+    )
 
 
 def _ends(modules: Mapping[int, tuple[str, ...]]) -> tuple[set[str], set[str]]:

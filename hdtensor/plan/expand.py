@@ -136,8 +136,9 @@ def _parameter_spec(
     if key not in specs:
         subgroups = []
         for p, pipeline in enumerate(pipelines):
-            for s in sorted({use.site[p] for use in uses}):
-                stage = pipeline.stages[s]
+            stages = [pipeline.stages[s] for s in sorted({use.site[p] for use in uses})]
+            # Stages on the same ranks share what both use.
+            for stage in {stage.ranks: stage for stage in stages}.values():
                 subgroups.append(stage_group(stage, one_placement(uses, stage, model)))
         specs[key] = HDSpec(subgroups, Replicate())
     return specs[key]

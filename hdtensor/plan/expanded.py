@@ -35,6 +35,7 @@ _KEYS = (
     "shared_sequences",
 )
 _POINT_KEYS = ("module", "side", "kind", "spec")
+_OPTIONAL_POINT_KEYS = ("turns",)
 _RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
 #: Ranks in all different specs of one file; a text such as "0-999999:R" is short for many.
 _MAX_RANKS_IN_ALL = 1 << 22
@@ -49,12 +50,14 @@ class RedistributePoint:
         side: Whether its "input" (the hidden states) or its "output" is redistributed.
         kind: "stage" where the data goes on to other ranks, "tp" for a collective inside subgroups.
         spec: The spec that the tensor has afterwards.
+        turns: Subgroups of the spec where a stage begins though the ranks stay, as at the turn of a V.
     """
 
     module: str
     side: Literal["input", "output"]
     kind: Literal["stage", "tp"]
     spec: HDSpec
+    turns: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         fields.check_text("module", self.module)
@@ -63,6 +66,10 @@ class RedistributePoint:
         if self.kind not in ("stage", "tp"):
             raise PlanError(f"kind: must be 'stage' or 'tp', got {fields.shown(self.kind)}.")
         _check_spec("spec", self.spec)
+        turns = fields.check_ints("turns", self.turns, 0, self.spec.num_subgroups - 1)
+        if turns and self.kind != "stage":
+            raise PlanError(f"turns: only points of kind 'stage' have them, got {list(turns)}.")
+        object.__setattr__(self, "turns", turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +144,7 @@ class ExpandedPlan(AnnotationPlan):
             where = f"points[{index}]"
             item = fields.check_object(where, item)
             with fields.at(where):
-                fields.check_keys(item, _POINT_KEYS, _POINT_KEYS)
+                fields.check_keys(item, (*_POINT_KEYS, *_OPTIONAL_POINT_KEYS), _POINT_KEYS)
                 points.append(RedistributePoint(**{**item, "spec": read("spec", item["spec"])}))
         return cls(
             tensors={name: read(tensor_path(name), spec) for name, spec in tensors.items()},
@@ -161,6 +168,7 @@ class ExpandedPlan(AnnotationPlan):
             "tensors": {name: texts[spec] for name, spec in self.tensors.items()},
             "points": [
                 {"module": p.module, "side": p.side, "kind": p.kind, "spec": texts[p.spec]}
+                | ({"turns": list(p.turns)} if p.turns else {})
                 for p in self.points
             ],
         }

@@ -127,17 +127,35 @@ def uniform_pipelines(uniform: Uniform, num_layers: int) -> tuple[Pipeline, ...]
 
 
 def _check_ranks(pipelines: Sequence[Pipeline]) -> None:
-    seen: dict[int, str] = {}
+    seen: dict[int, tuple[int, int]] = {}
     for p, pipeline in enumerate(pipelines):
         for s, stage in enumerate(pipeline.stages):
-            path = stage_path(p, s)
             shared = tuple(rank for rank in stage.ranks if rank in seen)
-            if shared:
+            if not shared:
+                seen.update(dict.fromkeys(stage.ranks, (p, s)))
+                continue
+            q, before = seen[shared[0]]
+            path = stage_path(p, s)
+            if q != p:
                 raise PlanError(
-                    f"{path}.ranks: {some_ranks_text(shared)} also in {seen[shared[0]]}.ranks; "
-                    f"a rank is in one stage at most."
+                    f"{path}.ranks: {some_ranks_text(shared)} also in {stage_path(q, before)}.ranks; "
+                    f"a rank is in one pipeline at most."
                 )
-            seen.update(dict.fromkeys(stage.ranks, path))
+            if not _is_same_group(stage, pipeline.stages[before]):
+                raise PlanError(
+                    f"{path}.ranks: {some_ranks_text(shared)} also in {stage_path(q, before)}.ranks; "
+                    f"a rank has several stages of its pipeline only where all have the same ranks in the "
+                    f"same order, and the same tp, cp and ep."
+                )
+
+
+def _is_same_group(stage: Stage, other: Stage) -> bool:
+    return (stage.ranks, stage.tp, stage.cp, stage.ep) == (
+        other.ranks,
+        other.tp,
+        other.cp,
+        other.ep,
+    )
 
 
 def _check_layers(pipelines: Sequence[Pipeline]) -> None:

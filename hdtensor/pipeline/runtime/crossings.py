@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,10 @@ def spec_behind(spec: HDSpec, num_dims: int) -> HDSpec:
     )
 
 
+#: Starts sending a gradient, this rank's local tensor of it; what is returned waits.
+SendBack = Callable[[torch.Tensor], Callable[[], object]]
+
+
 class Arrival:
     """A tensor that comes to this rank's stage, a leaf of its graph.
 
@@ -78,18 +83,20 @@ class Arrival:
         leaf: The tensor.
     """
 
-    def __init__(self, path: Route, moving: Moving, channel: int, requires_grad: bool) -> None:
-        self._path, self._channel = path, channel
-        self.leaf: HDTensor = new_wrapper(HDTensor, moving(), path.after, requires_grad)
+    def __init__(
+        self, local: torch.Tensor, path: Route, send_back: SendBack, requires_grad: bool
+    ) -> None:
+        self._gradient, self._send_back = path.gradient.spec, send_back
+        self.leaf: HDTensor = new_wrapper(HDTensor, local, path.after, requires_grad)
 
-    def send_gradient(self) -> Moving:
+    def send_gradient(self) -> Callable[[], object]:
         """Start the gradient's way back; zeros where the stage did not use the tensor."""
         grad: Any = self.leaf.grad
         if grad is None:
             grad = torch.zeros_like(self.leaf)
-        if grad.spec != self._path.gradient.spec:
-            grad = grad.redistribute(self._path.gradient.spec)
-        return Moving(self._path.back, grad._local_tensor, reverse=True, channel=self._channel)
+        if grad.spec != self._gradient:
+            grad = grad.redistribute(self._gradient)
+        return self._send_back(grad._local_tensor)
 
 
 class Departure:
@@ -99,31 +106,88 @@ class Departure:
         tensor: The tensor, with its graph.
     """
 
-    def __init__(self, tensor: HDTensor, path: Route, moving: Moving, channel: int) -> None:
+    def __init__(
+        self,
+        tensor: HDTensor,
+        home: BoundSpec,
+        sending: Callable[[], object] | None,
+        receive: Callable[[], Callable[[], torch.Tensor]] | None,
+    ) -> None:
+        """Note a tensor that is on its way.
+
+        Args:
+            tensor: The tensor.
+            home: Its gradient's layout here.
+            sending: Waits until it was sent; None where it stays on the rank.
+            receive: Starts receiving the gradient; None where it is handed over.
+        """
         self.tensor = tensor
-        self._path, self._channel = path, channel
-        self._moving: Moving | None = moving
-        self._coming: Moving | None = None
+        self._home, self._sending, self._receive = home, sending, receive
+        self._coming: Callable[[], torch.Tensor] | None = None
+
+    def hand_over(self, local: torch.Tensor) -> Callable[[], object]:
+        """Take the gradient from another stage of this rank."""
+        self._coming = lambda: local
+        return lambda: None
 
     def expect_gradient(self) -> None:
         """Start receiving the gradient."""
-        if self._coming is None:
-            nothing = empty_like_local(self.tensor.dtype, self.tensor._local_tensor.device)
-            self._coming = Moving(self._path.back, nothing, reverse=True, channel=self._channel)
+        if self._coming is None and self._receive is not None:
+            self._coming = self._receive()
 
     def gradient(self) -> HDTensor:
         """Wait for the gradient."""
         self.expect_gradient()
-        assert self._coming is not None, "it was just started"
+        assert self._coming is not None, "schedules put the later stage's backward first"
         local = self._coming()
         self.wait_sent()
-        return new_wrapper(HDTensor, local, self._path.home, False)
+        return new_wrapper(HDTensor, local, self._home, False)
 
     def wait_sent(self) -> None:
         """Wait until the tensor was sent."""
-        moving, self._moving = self._moving, None
-        if moving is not None:
-            moving()
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending()
+
+
+def send(x: HDTensor, path: Route, channel: int) -> Departure:
+    """Send a tensor that this rank holds a part of to its next stage."""
+    local = x._local_tensor
+
+    def receive() -> Moving:
+        nothing = empty_like_local(x.dtype, local.device)
+        return Moving(path.back, nothing, reverse=True, channel=channel)
+
+    return Departure(x, path.home, Moving(path.there, local, channel=channel), receive)
+
+
+def receive(x: HDTensor, path: Route, channel: int, ahead: Moving | None) -> Arrival:
+    """Receive a tensor of which this rank holds a part from now on.
+
+    Args:
+        x: Its stand-in from before.
+        path: Its way.
+        channel: Of its messages.
+        ahead: What receives it already.
+    """
+    coming = ahead or expect(path, x._local_tensor.device, channel)
+
+    def send_back(local: torch.Tensor) -> Moving:
+        return Moving(path.back, local, reverse=True, channel=channel)
+
+    return Arrival(coming(), path, send_back, x.requires_grad)
+
+
+def expect(path: Route, device: torch.device, channel: int) -> Moving:
+    """Start receiving a tensor."""
+    return Moving(path.there, empty_like_local(path.after.dtype, device), channel=channel)
+
+
+def hand_over(x: HDTensor, path: Route) -> tuple[Departure, Arrival]:
+    """Take a tensor from one stage of this rank to the next."""
+    departure = Departure(x, path.home, None, None)
+    local = x.detach().redistribute(path.after.spec)._local_tensor
+    return departure, Arrival(local, path, departure.hand_over, x.requires_grad)
 
 
 def stand_in(x: HDTensor, path: Route) -> HDTensor:

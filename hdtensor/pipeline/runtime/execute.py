@@ -10,7 +10,6 @@ import torch
 from hdtensor._torch_compat import backward_for_input, backward_for_weight
 from hdtensor.pipeline.runtime.passage import Passage, Segment
 from hdtensor.pipeline.schedule.actions import Action, Kind
-from hdtensor.redistribute.overlap import Moving
 from hdtensor.tensor import HDTensor
 
 
@@ -52,7 +51,7 @@ class Executor:
         self._call = call
         self._weights = weights
         self._passages: dict[int, Passage] = {}
-        self._on_their_way: list[Moving] = []
+        self._on_their_way: list[Callable[[], object]] = []
         self._splits: dict[tuple[int, int], Split] = {}
 
     def run(self, actions: Sequence[Action]) -> None:

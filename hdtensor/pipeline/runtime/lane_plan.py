@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,12 +55,7 @@ def lane_plan(plan: ExpandedPlan, lane: Lane, names: Sequence[tuple[str, str]]) 
         lane=lane,
         inputs=view.activation(plan.inputs),
         labels=view.activation(plan.labels),
-        points=tuple(
-            RedistributePoint(
-                module=p.module, side=p.side, kind=p.kind, spec=view.activation(p.spec)
-            )
-            for p in plan.points
-        ),
+        points=tuple(map(view.point, plan.points)),
         slots=slots,
     )
 
@@ -78,6 +74,14 @@ class _View:
             return HDSpec(inside)
         assert inside, f"lane {self._lane} has no part in {spec}"
         return HDSpec(inside, spec.top)
+
+    def point(self, point: RedistributePoint) -> RedistributePoint:
+        """Return a point as this lane passes it."""
+        inside = [
+            i for i, g in enumerate(point.spec.subgroups) if self._ranks.issuperset(g.ranks)
+        ]
+        turns = tuple(i for i, index in enumerate(inside) if index in point.turns)
+        return dataclasses.replace(point, spec=self.activation(point.spec), turns=turns)
 
     def uses(self, first: str, spec: HDSpec, names: Sequence[str]) -> dict[str, HDSpec]:
         """Return the spec of each use of a parameter: its names in order are on its stages in order."""

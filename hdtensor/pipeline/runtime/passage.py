@@ -12,12 +12,19 @@ from typing import Any
 import torch
 
 from hdtensor._rank import current_rank
-from hdtensor.ops.generate import empty_like_local
 from hdtensor.ops.registry import implicit
 from hdtensor.ops.special.move import move
-from hdtensor.pipeline.runtime.crossings import Arrival, Departure, route, spec_behind, stand_in
+from hdtensor.pipeline.runtime.crossings import (
+    Arrival,
+    Departure,
+    hand_over,
+    receive,
+    route,
+    send,
+    spec_behind,
+    stand_in,
+)
 from hdtensor.placements import HDSpec
-from hdtensor.redistribute.overlap import Moving
 from hdtensor.tensor import HDTensor
 
 
@@ -84,45 +91,46 @@ class Passage:
         else:
             self._thread.resume()
 
-    def cross(self, tensors: Sequence[HDTensor], spec: HDSpec) -> list[HDTensor]:
+    def cross(
+        self, tensors: Sequence[HDTensor], spec: HDSpec, *, is_turn: bool
+    ) -> list[HDTensor]:
         """Bring tensors to another stage.
 
         Args:
             tensors: What the next modules take.
             spec: The spec of hidden states behind the point.
+            is_turn: Whether a stage begins though the ranks stay.
         """
-        rank, behind = current_rank(), set(spec.ranks)
-        others = [set(x.spec.ranks) != behind for x in tensors]
-        enters = any(
-            is_other and rank in behind and not x.is_local
-            for x, is_other in zip(tensors, others, strict=True)
-        )
-        if enters:
-            if self._now >= 0 and self._thread is not None:
+        is_behind, behind = current_rank() in spec.ranks, set(spec.ranks)
+        goes = [is_turn or set(x.spec.ranks) != behind for x in tensors]
+        comes = [go and is_behind and (is_turn or not x.is_local) for x, go in zip(tensors, goes, strict=True)]
+        if any(comes):
+            if self._now >= 0:
                 self._pause()
             self._now += 1
         return [
-            self._cross(x, spec_behind(spec, x.ndim)) if is_other else x
-            for x, is_other in zip(tensors, others, strict=True)
+            self._cross(x, spec_behind(spec, x.ndim), is_turn) if go else x
+            for x, go in zip(tensors, goes, strict=True)
         ]
 
-    def _cross(self, x: HDTensor, spec: HDSpec) -> HDTensor:
+    def _cross(self, x: HDTensor, spec: HDSpec, is_turn: bool) -> HDTensor:
         number = self._num_crossings
         self._num_crossings += 1
+        path = route(x._spec, spec)
+        if is_turn and x.is_local:
+            departure, arrival = hand_over(x, path)
+            self.segments[self._now - 1].departures.append(departure)
+            self.segments[self._now].arrivals.append(arrival)
+            return arrival.leaf
         if not set(x.spec.ranks).isdisjoint(spec.ranks):
             return move(x, spec, None)  # inside one stage
-        path = route(x._spec, spec)
         channel = 1 + self._microbatch % _MAX_IN_FLIGHT * _MAX_CROSSINGS + number % _MAX_CROSSINGS
         if x.is_local:
-            segment = self.segments[self._now]
-            moving = Moving(path.there, x._local_tensor, channel=channel)
-            segment.departures.append(Departure(x, path, moving, channel))
+            self.segments[self._now].departures.append(send(x, path, channel))
             return stand_in(x, path)
         if path.after.index is None:
             return stand_in(x, path)
-        nothing = empty_like_local(x.dtype, x._local_tensor.device)
-        moving = Moving(path.there, nothing, channel=channel)
-        arrival = Arrival(path, moving, channel, x.requires_grad)
+        arrival = receive(x, path, channel, None)
         self.segments[self._now].arrivals.append(arrival)
         return arrival.leaf
 

@@ -119,7 +119,18 @@ class Runner:
             self._hooks = stage_points.place(self.model, self._lane)
             if use_regions:
                 description = ModelDescription.from_module(self.model)
-                self._regions = regions.install(self.model, description, SilentSync())  # type: ignore[arg-type]
+                sync: Any = SilentSync()
+                # A backward in two parts looks for each weight in the graph.
+                self._regions = regions.install(
+                    self.model, description, sync, only_skips=self._is_split()
+                )
+
+    def _is_split(self) -> bool:
+        """Whether the schedule's backwards are in two parts."""
+        assert self._lane is not None, "only ranks of lanes have a schedule"
+        count = max(self._counts[self.lanes.index(self._lane.lane)], 1)
+        rows_ = build_schedule(self._schedule_name, self._lane.lane, count).rows
+        return any(a.kind is Kind.BACKWARD_INPUT for row in rows_ for a in row)
 
     # -- a step -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ def place(model: nn.Module, plan: LanePlan) -> list[RemovableHandle]:
     for point in plan.points:
         module = model.get_submodule(point.module)
         if point.kind == "stage":
-            hook = StagePoint(point.spec)
+            hook = StagePoint(point.spec, is_turn=bool(point.turns))
             hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         else:
             hooks.append(points.hook_in(model, point))
@@ -31,8 +31,9 @@ def place(model: nn.Module, plan: LanePlan) -> list[RemovableHandle]:
 class StagePoint:
     """Takes what a module is called with to the module's stage."""
 
-    def __init__(self, spec: HDSpec) -> None:
+    def __init__(self, spec: HDSpec, *, is_turn: bool) -> None:
         self.spec = spec
+        self.is_turn = is_turn
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the module's arguments on its stage."""
@@ -41,6 +42,6 @@ class StagePoint:
             return None
         tensors: list[HDTensor] = []
         replace_tensors((args, kwargs), lambda x: tensors.append(x) or x)
-        moved = iter(passage.cross(tensors, self.spec))
+        moved = iter(passage.cross(tensors, self.spec, is_turn=self.is_turn))
         new_args = replace_tensors(args, lambda _: next(moved))
         return new_args, replace_tensors(kwargs, lambda _: next(moved))
