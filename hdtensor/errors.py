@@ -25,6 +25,10 @@ class ScheduleError(HDTensorError, ValueError):
     """A pipeline schedule is malformed, incomplete, out of order, or would wait for ever."""
 
 
+class PipelineError(HDTensorError, RuntimeError):
+    """A pipeline's step ended because another rank failed; the message names the first that did."""
+
+
 class DeductionError(HDTensorError, RuntimeError):
     """An operator cannot run on operands that are laid out like this."""
 

@@ -8,6 +8,7 @@ a group made on demand. So groups are enumerated purely, created by all ranks in
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
@@ -39,6 +40,7 @@ class _Cache:
         self.groups: dict[Ranks, dist.ProcessGroup] = {self.all_ranks: world}
         self.meshes: dict[tuple[Ranks, Ranks], DeviceMesh] = {}
         self.reverse: dist.ProcessGroup | None = None
+        self.lanes: tuple[dist.ProcessGroup, ...] = ()
         self.accelerators: tuple[str, ...] | None = None
 
 
@@ -124,26 +126,77 @@ def ensure_channels() -> None:
         cache.reverse = cache.world if has_tags else dist.new_group(timeout=timeout)
 
 
+def ensure_lane_groups() -> None:
+    """Create what pipelines use beside the groups of their tensors; every rank of the world calls it.
+
+    They have groups of their own, so that a rank that fails can end them for all. NCCL runs a communicator's
+    messages in order, and gets one for each direction of traffic.
+
+    Raises:
+        GroupError: As ``ensure_groups``.
+    """
+    cache = _cache("create groups of lanes")
+    if not cache.lanes:
+        _tell_accelerators(cache)
+        timeout = group_timeout(cache.world, device_type())
+        num = 1 if device_type() == "cpu" else 2
+        cache.lanes = tuple(dist.new_group(timeout=timeout) for _ in range(num))
+
+
+def lane_group() -> dist.ProcessGroup:
+    """Return the group of all ranks that pipelines use.
+
+    Raises:
+        GroupError: Without ``ensure_lane_groups``, or after ``close_groups``.
+    """
+    lanes = _cache("run a pipeline").lanes
+    if not lanes:
+        raise GroupError(
+            "there are no groups of lanes: no runner was made, or one failed and ended them. Start the "
+            "processes again, and go on from a checkpoint."
+        )
+    return lanes[0]
+
+
+def close_groups() -> None:
+    """End all groups made here, the default one excepted: whoever waits in one of them for this rank gets an error."""
+    cache = _cache("close groups")
+    made = [*cache.lanes, *(g for g in cache.groups.values() if g is not cache.world)]
+    if cache.reverse is not None and cache.reverse is not cache.world:
+        made.append(cache.reverse)
+    cache.lanes, cache.reverse = (), None
+    cache.groups = {cache.all_ranks: cache.world}
+    cache.known = {cache.all_ranks}
+    cache.meshes.clear()
+    for group in made:
+        dist.destroy_process_group(group)
+    del made
+    gc.collect()  # a gloo group closes its connections when nothing refers to it
+
+
 def message_channel(*, reverse: bool, channel: int = 0) -> tuple[dist.ProcessGroup, int]:
     """Return the group and the tag of messages between pairs of ranks.
 
     Args:
         reverse: Whether they belong to a backward pass; ``ensure_channels`` must have been called.
-        channel: Messages of unlike channels may pass each other where the backend has tags. Elsewhere both
-            ranks must issue the messages of one direction in one order.
+        channel: 0, or from 1 on for the messages of lanes. Messages of unlike channels may pass each other where the
+            backend has tags. Elsewhere both ranks must issue the messages of one direction in one order.
 
     Raises:
         GroupError: Inside ``as_rank``, or without ``ensure_channels``.
     """
     cache = _cache("send messages")
+    if channel:
+        group = lane_group()
+        return cache.lanes[-1] if reverse else group, _NUM_TAGS * channel + reverse
     if not reverse:
-        return cache.world, _NUM_TAGS * channel + _FORWARD_TAG
+        return cache.world, _FORWARD_TAG
     if cache.reverse is None:
         raise GroupError(
             "there is no channel for messages of a backward pass. It is created by all ranks "
             "together: call ensure_channels on every rank beforehand (redistribute does)."
         )
-    return cache.reverse, _NUM_TAGS * channel + _REVERSE_TAG
+    return cache.reverse, _REVERSE_TAG
 
 
 #: Tags on backends that have them; others tell the channels apart by communicator.

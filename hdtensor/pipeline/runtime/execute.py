@@ -13,6 +13,24 @@ from hdtensor.pipeline.schedule.actions import Action, Kind
 from hdtensor.tensor import HDTensor
 
 
+_WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward for the input",
+    Kind.BACKWARD_WEIGHT: "backward for the weights",
+}
+
+
+def describe(action: Action) -> str:
+    """Return an action in words.
+
+    >>> describe(Action(1, Kind.BACKWARD, 3))
+    '1B3 (stage 1, backward, micro-batch 3)'
+    """
+    stage, kind, microbatch = action
+    return f"{action} (stage {stage}, {_WORDS[kind]}, micro-batch {microbatch})"
+
+
 class Split(NamedTuple):
     """What the first part of a backward leaves for the second.
 
@@ -37,6 +55,7 @@ class Executor:
         weights: Callable[[], Iterable[torch.Tensor]],
         *,
         is_training: bool = True,
+        note: Callable[[Action], object] = lambda action: None,
     ) -> None:
         """Prepare a step.
 
@@ -45,8 +64,10 @@ class Executor:
             call: Calls the model with a micro-batch, and sets the loss of the last stage.
             weights: This rank's leaves.
             is_training: Whether backward follows.
+            note: Called with each action before it begins.
         """
         self.is_training = is_training
+        self._note = note
         self._stages = tuple(stages)
         self._call = call
         self._weights = weights
@@ -57,10 +78,19 @@ class Executor:
     def run(self, actions: Sequence[Action]) -> None:
         """Run all actions in their order; return when what this rank sends has arrived."""
         for action in actions:
+            self._note(action)
             self._run(action)
         for moving in self._on_their_way:
             moving()
         self._on_their_way.clear()
+
+    def let_go(self) -> None:
+        """Drop all that is on its way, after an error."""
+        for passage in self._passages.values():
+            passage.let_go()
+        self._passages.clear()
+        self._on_their_way.clear()
+        self._splits.clear()
 
     def _run(self, action: Action) -> None:
         match action.kind:
@@ -92,8 +122,7 @@ class Executor:
 
     def _end(self, action: Action) -> None:
         """Let go of what a stage held for a micro-batch."""
-        segment = self._segment(action)
-        segment.arrivals, segment.departures, segment.loss = [], [], None
+        self._segment(action).clear()
         if action.stage == (self._stages[0] if self.is_training else self._stages[-1]):
             del self._passages[action.microbatch]
 

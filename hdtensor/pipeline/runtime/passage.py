@@ -49,6 +49,12 @@ class Segment:
     departures: list[Departure] = field(default_factory=list)
     loss: torch.Tensor | None = None
 
+    def clear(self) -> None:
+        """Let go of all tensors."""
+        self.arrivals.clear()
+        self.departures.clear()
+        self.loss = None
+
 
 #: Calls that run now, innermost last.
 _running: list[Passage] = []
@@ -90,6 +96,11 @@ class Passage:
             self._run()
         else:
             self._thread.resume()
+
+    def let_go(self) -> None:
+        """Drop all that is on its way, after an error."""
+        for segment in self.segments:
+            segment.clear()
 
     def cross(
         self, tensors: Sequence[HDTensor], spec: HDSpec, *, is_turn: bool

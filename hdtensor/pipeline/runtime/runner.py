@@ -18,7 +18,8 @@ from hdtensor.ops.bound import BoundSpec
 from hdtensor.pipeline.exchanges import plan_lanes
 from hdtensor.pipeline.runtime import stage_points
 from hdtensor.pipeline.runtime.batches import lane_rows, map_tensors, microbatches, num_rows, rows
-from hdtensor.pipeline.runtime.execute import Executor
+from hdtensor.pipeline.runtime.execute import Executor, describe
+from hdtensor.pipeline.runtime.failure import FailureGuard
 from hdtensor.pipeline.runtime.gradients import SilentSync, bring_home
 from hdtensor.pipeline.runtime.lane_plan import LanePlan, lane_plan
 from hdtensor.pipeline.runtime.losses import causal_lm_loss, read_loss
@@ -97,6 +98,8 @@ class Runner:
         self._prepare_groups(plans)
         self._rank = dist.get_rank()
         self._index = next((i for i, lane in enumerate(self.lanes) if self._rank in lane.ranks), None)
+        self._guard = FailureGuard(range(dist.get_world_size()))
+        self._executor: Executor | None = None
         self._schedules: dict[int, Schedule] = {}
         self._sum, self._count = 0.0, 0.0
         self._lane: LanePlan | None = None
@@ -112,6 +115,7 @@ class Runner:
         specs += [point.spec for p in plans for point in p.points]
         prepare_groups(*dict.fromkeys(specs))
         groups.ensure_channels()
+        groups.ensure_lane_groups()
 
     def _install(self, use_regions: bool) -> None:
         assert self._lane is not None, "only ranks of lanes run the model"
@@ -143,17 +147,22 @@ class Runner:
         Returns:
             The mean loss over everything that counts in the batch: a plain tensor, the same on every rank of the world.
         """
-        self._run(batch, is_training=True)
-        total, count = self._all_counted()
-        if self._lane is not None:
-            bring_home(self._parameters, 1.0 / count if count else 0.0)
+        with self._guard.step(self._let_go):
+            self._run(batch, is_training=True)
+            self._guard.doing("the sum of losses")
+            total, count = self._all_counted()
+            if self._lane is not None:
+                self._guard.doing("the synchronization of gradients")
+                bring_home(self._parameters, 1.0 / count if count else 0.0)
         return torch.tensor(total / count if count else float("nan"))
 
     @torch.no_grad()
     def eval(self, batch: Any) -> torch.Tensor:
         """Run forward only; arguments and result as of ``step``."""
-        self._run(batch, is_training=False)
-        total, count = self._all_counted()
+        with self._guard.step(self._let_go):
+            self._run(batch, is_training=False)
+            self._guard.doing("the sum of losses")
+            total, count = self._all_counted()
         return torch.tensor(total / count if count else float("nan"))
 
     def _run(self, batch: Any, *, is_training: bool) -> None:
@@ -161,14 +170,19 @@ class Runner:
         if self._lane is None:
             return
         parts = self._microbatches(batch)
-        executor = Executor(
+        self._executor = executor = Executor(
             self._stages,
             lambda number: self._call(parts[number], is_training),
             lambda: (leaf for leaf in self._parameters if leaf.is_local and leaf.requires_grad),
             is_training=is_training,
+            note=lambda action: self._guard.doing(describe(action)),
         )
         with self._parameters.in_place(), self._state.running_lane():
             executor.run(self._row(len(parts), is_training))
+
+    def _let_go(self) -> None:
+        if self._executor is not None:
+            self._executor.let_go()
 
     def _row(self, num: int, is_training: bool) -> tuple[Action, ...]:
         assert self._lane is not None, "only ranks of lanes have a row"
@@ -224,7 +238,7 @@ class Runner:
     def _all_counted(self) -> tuple[float, float]:
         """Return the sum of all losses, and how many count, of all lanes."""
         mine = torch.tensor([self._sum, self._count], dtype=torch.float64)
-        dist.all_reduce(mine)
+        dist.all_reduce(mine, group=groups.lane_group())
         return mine[0].item(), mine[1].item()
 
 

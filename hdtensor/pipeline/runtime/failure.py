@@ -1,0 +1,164 @@
+"""How a failure on one rank ends a step on all ranks: soon, and with the name of the rank that failed first.
+
+A rank that fails writes so into the process group's store, then closes the groups that others may wait in. Their waits end
+with an error of the transport; they read in the store who was first, close theirs in turn, and raise. Who is caught
+in a wait that does not end so (a collective of a group that somebody still refers to) is ended by a watcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+
+import torch.distributed as dist
+
+from hdtensor.collectives import groups
+from hdtensor.errors import PipelineError
+
+
+#: Between two looks of the watcher at the store, seconds.
+WATCH_SECONDS = 1.0
+#: After another rank failed, this one's own waits should have ended by then, seconds.
+GRACE_SECONDS = 10.0
+#: How long a rank whose connection broke waits for others to say why, seconds.
+BLAME_SECONDS = 3.0
+
+_counter = itertools.count()
+
+
+class FailureGuard:
+    """Watches the steps of one runner on this rank."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        """Get ready; every rank of the world makes its guards in one order.
+
+        Args:
+            ranks: All ranks that take part in steps.
+        """
+        self._ranks = tuple(ranks)
+        self._prefix = f"hdtensor/pipeline/{next(_counter)}"
+        self._doing = ""
+        self._store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        self._running = threading.Event()
+        self._caught_since: float | None = None
+        self._main: int | None = None
+        watcher = threading.Thread(target=self._watch, daemon=True, name="hdtensor-watch")
+        watcher.start()
+
+    def doing(self, what: str) -> None:
+        """Note what this rank does now, for messages."""
+        self._doing = what
+
+    @contextlib.contextmanager
+    def step(self, let_go: Callable[[], object]) -> Iterator[None]:
+        """Run a step; an error in it is told to all ranks.
+
+        Args:
+            let_go: Drops all that is on its way; called after an error.
+
+        Raises:
+            PipelineError: If another rank failed before.
+        """
+        self._main = threading.get_ident()
+        self._running.set()
+        try:
+            yield
+        except Exception as error:
+            self._running.clear()
+            let_go()
+            raise self._told(error) from error
+        finally:
+            self._running.clear()
+
+    def _told(self, error: Exception) -> Exception:
+        """Tell the others of an error; return what to raise."""
+        rank = dist.get_rank()
+        if _is_of_transport(error):
+            # Frames that were waiting refer to connections, which so would stay open for others to wait in.
+            traceback.clear_frames(error.__traceback__)
+            first = self._blame(rank, error)
+        else:
+            text = f"rank {rank} failed{self._where()}: {type(error).__name__}: {error}"
+            first = self._tell(text)
+        with contextlib.suppress(Exception):
+            groups.close_groups()
+        if first.startswith(f"rank {rank} failed"):
+            error.add_note(f"hdtensor: this is rank {rank}, the first that failed{self._where()}.")
+            return error
+        return PipelineError(
+            f"the step ended because {first.rstrip('.')}. This is rank {rank}{self._where()}. Its groups are closed: "
+            f"mend the cause, start the processes again, and go on from a checkpoint."
+        )
+
+    def _where(self) -> str:
+        return f" in {self._doing}" if self._doing else ""
+
+    def _tell(self, text: str) -> str:
+        """Write that a rank failed, unless another was first; return who was first."""
+        try:
+            self._store.set(f"{self._prefix}/saw/{dist.get_rank()}", "1")
+            return self._store.compare_set(f"{self._prefix}/first", "", text).decode() or text
+        except Exception:  # the store went with its process
+            return "the process that keeps the process group's store is gone (usually that of rank 0)"
+
+    def _blame(self, rank: int, error: Exception) -> str:
+        """Find out why a connection broke: another rank says so, or does not answer any more."""
+        until = time.monotonic() + BLAME_SECONDS
+        with contextlib.suppress(Exception):
+            self._store.set(f"{self._prefix}/saw/{rank}", "1")
+            with contextlib.suppress(Exception):
+                groups.close_groups()  # now, so that all notice
+            while time.monotonic() < until:
+                if self._store.check([f"{self._prefix}/first"]):
+                    return self._store.get(f"{self._prefix}/first").decode()
+                time.sleep(0.1)
+            silent = [r for r in self._ranks if not self._store.check([f"{self._prefix}/saw/{r}"])]
+            if silent:
+                who = ", ".join(map(str, silent))
+                return self._tell(
+                    f"rank {who} does not answer any more; its process has ended, or hangs"
+                )
+        return self._tell(f"a connection of rank {rank} broke: {str(error)[:200]}")
+
+    def _watch(self) -> None:
+        """End this process if it still waits long after another rank failed."""
+        while True:
+            self._running.wait()
+            time.sleep(WATCH_SECONDS)
+            try:
+                failed = self._store.check([f"{self._prefix}/first"])
+            except Exception:  # main's own waits will tell
+                return
+            if not failed or not self._running.is_set():
+                self._caught_since = None
+                continue
+            now = time.monotonic()
+            self._caught_since = self._caught_since or now
+            if now - self._caught_since > GRACE_SECONDS:
+                self._end()
+
+    def _end(self) -> None:
+        frame = sys._current_frames().get(self._main or -1)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        first = self._store.get(f"{self._prefix}/first").decode()
+        print(
+            f"{stack}hdtensor.errors.PipelineError: the step ended because {first}. This is rank "
+            f"{dist.get_rank()}{self._where()}, which was still waiting and is ended now.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+
+def _is_of_transport(error: Exception) -> bool:
+    """Whether an error may be another rank's fault: a broken connection or a timeout."""
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
+        return True
+    text = str(error)
+    return type(error) is RuntimeError and ("gloo" in text or "NCCL" in text or "Connection" in text)
