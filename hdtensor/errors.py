@@ -21,6 +21,10 @@ class PlanError(HDTensorError, ValueError):
     """An annotation plan is malformed, or does not fit the model or the world."""
 
 
+class ScheduleError(HDTensorError, ValueError):
+    """A pipeline schedule is malformed, incomplete, out of order, or would wait for ever."""
+
+
 class DeductionError(HDTensorError, RuntimeError):
     """An operator cannot run on operands that are laid out like this."""
 
