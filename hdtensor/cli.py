@@ -4,6 +4,7 @@
 command                 what it prints
 ======================  ================================================================
 ``hdtensor explain``    how a tensor gets from one spec to another, and what that costs
+``hdtensor dry-run``    what every rank of a plan would do: layers, messages, schedule, bubble
 ======================  ================================================================
 
 Whatever the user gets wrong is one line on stderr and exit code 2.
@@ -22,6 +23,9 @@ import torch
 from hdtensor.collectives.split import check_reducible
 from hdtensor.debug.transfers import write_transfer_picture
 from hdtensor.errors import HDTensorError
+from hdtensor.pipeline.dry_run import DryRunOptions, dry_run
+from hdtensor.pipeline.plan_files import read_model, read_plan
+from hdtensor.pipeline.report import dry_run_text
 from hdtensor.placements import HDSpec
 from hdtensor.redistribute import explain, resolve
 from hdtensor.redistribute.topology import UNIFORM, Topology
@@ -110,11 +114,7 @@ def add_explain(commands: Commands) -> None:
             metavar="N,N",
             help=f"exact extents of the blocks of {side}; default as the spec cuts",
         )
-    links = parser.add_mutually_exclusive_group()
-    links.add_argument("--topology", metavar="FILE", help="a topology as JSON")
-    links.add_argument(
-        "--ranks-per-node", type=_positive, metavar="N", help="nodes of N consecutive ranks"
-    )
+    _add_links(parser)
     parser.add_argument("--svg", metavar="FILE", help="also draw a picture")
     parser.set_defaults(run=_explain)
 
@@ -136,6 +136,66 @@ def _explain(options: argparse.Namespace) -> None:
     if options.svg is not None:
         write_transfer_picture(options.svg, plan, dtype=options.dtype, topology=topology)
     sys.stdout.write(f"{text}\n")
+
+
+def add_dry_run(commands: Commands) -> None:
+    """Add ``hdtensor dry-run``."""
+    parser = commands.add_parser(
+        "dry-run",
+        help="what every rank of a plan would do",
+        description="Print, for each rank of a plan, its stage, layers, parameters and messages, and for each "
+        "lane its schedule and its bubble at unit durations. No process is started.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("plan", metavar="PLAN", help="a plan as JSON, or a file of several")
+    parser.add_argument("--label", metavar="TEXT", help="which plan of a file of several")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a known name, or a config.json; default: what the plan says",
+    )
+    parser.add_argument(
+        "--schedule",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a schedule or its file; once for all lanes, or once for each",
+    )
+    parser.add_argument(
+        "--microbatches", type=_positive, default=8, metavar="N", help="where the plan is silent"
+    )
+    parser.add_argument("--context", type=_positive, metavar="N", help="tokens of a sequence")
+    parser.add_argument("--dtype", default=torch.bfloat16, type=_dtype, help="of hidden states")
+    _add_links(parser)
+    parser.add_argument("--trace", metavar="FILE", help="also write the timeline for Perfetto")
+    parser.set_defaults(run=_dry_run)
+
+
+def _dry_run(options: argparse.Namespace) -> None:
+    plan = read_plan(options.plan, label=options.label)
+    model = read_model(plan, options.model)
+    found = dry_run(
+        plan,
+        model,
+        DryRunOptions(
+            schedules=tuple(options.schedule),
+            microbatches=options.microbatches,
+            context=options.context,
+            itemsize=options.dtype.itemsize,
+            topology=_topology(options, 1 + max(plan.ranks)),
+        ),
+    )
+    if options.trace is not None:
+        found.timeline.save_trace(options.trace)
+    sys.stdout.write(f"{dry_run_text(found)}\n")
+
+
+def _add_links(parser: argparse.ArgumentParser) -> None:
+    links = parser.add_mutually_exclusive_group()
+    links.add_argument("--topology", metavar="FILE", help="a topology as JSON")
+    links.add_argument(
+        "--ranks-per-node", type=_positive, metavar="N", help="nodes of N consecutive ranks"
+    )
 
 
 def _topology(options: argparse.Namespace, num_ranks: int) -> Topology:
@@ -176,4 +236,4 @@ def _one_line(message: str) -> str:
 
 
 #: What adds each command, in the order of the help.
-COMMANDS: tuple[Callable[[Commands], None], ...] = (add_explain,)
+COMMANDS: tuple[Callable[[Commands], None], ...] = (add_explain, add_dry_run)

@@ -56,16 +56,38 @@ class Visits:
         for ranks in exchange.collectives:
             if all(rank in holder for rank in ranks):
                 self._join(sources[holder[rank]] for rank in ranks)
-        groups = _linked(exchange, holder, taker)
-        origins = [self._join(sources[i] for i in part) if part else None for part, _ in groups]
+        going = self._going(exchange, sources, _linked(exchange, holder, taker))
         # Ranks that send here hold another part of the same tensor: they are not further on.
-        senders = {before for before in origins if before is not None}
-        for before, (_, dst_sets) in zip(origins, groups, strict=True):
-            self._arrive(exchange, before, [exchange.dst[j] for j in dst_sets], senders)
+        senders = set(going)
+        for origin, sets in going.items():
+            self._arrive(exchange, origin, sets, senders)
         for ranks in exchange.collectives:
             if not all(rank in holder for rank in ranks):
                 _check_inside(exchange, ranks, taker, "dst")
                 self._join(self._now[rank] for rank in ranks)
+
+    def _going(
+        self,
+        exchange: Exchange,
+        sources: Sequence[int],
+        groups: Sequence[tuple[list[int], list[int]]],
+    ) -> dict[int, list[Ranks]]:
+        """Return node -> the rank sets that its data goes to.
+
+        Sets that are one stage already go on to one stage, though no message joins them.
+        """
+        for src_sets, _ in groups:
+            if src_sets:
+                self._join(sources[i] for i in src_sets)
+        going: dict[int, list[Ranks]] = {}
+        for src_sets, dst_sets in groups:
+            found = [exchange.dst[j] for j in dst_sets]
+            if src_sets:
+                going.setdefault(self._find(sources[src_sets[0]]), []).extend(found)
+                continue
+            for ranks in found:  # nothing is sent there: the tensor begins there
+                self._after[exchange.name, ranks] = self._meet(ranks)
+        return going
 
     def _source(self, exchange: Exchange, ranks: Ranks) -> int:
         """Return the node where the tensor is before the exchange."""
@@ -88,14 +110,10 @@ class Visits:
         return self._join(known)
 
     def _arrive(
-        self, exchange: Exchange, before: int | None, sets: Sequence[Ranks], senders: set[int]
+        self, exchange: Exchange, before: int, sets: Sequence[Ranks], senders: set[int]
     ) -> None:
         """Bring data from a node to rank sets, which are one stage afterwards."""
         if not sets:
-            return
-        if before is None:
-            for ranks in sets:
-                self._after[exchange.name, ranks] = self._meet(ranks)
             return
         stays = not exchange.starts_stage and all(
             rank in self._ranks[before] for ranks in sets for rank in ranks

@@ -93,9 +93,7 @@ def start(
         tiers = {parcel.step.tier for parcel in parcels}
         observe.notify_messages(outgoing, buffers, "top" if "top" in tiers else "bottom")
     with observe.profiled("send_recv"):
-        exchange = p2p.start(
-            outgoing, buffers, reverse=reverse, channel=channel, timeout=timeout
-        )
+        exchange = p2p.start(outgoing, buffers, reverse=reverse, channel=channel, timeout=timeout)
 
     def finish() -> None:
         # What came is written while other messages are on their way.

@@ -40,25 +40,33 @@ def messages(rows, lane, at):
 
 
 def programs(rows, lane):
-    """Place -> list of ("recv", channel, what), ("compute", action), ("send", channel, what)."""
+    """Place -> list of operations in order: (what, action or channel, number on the channel)."""
     at = {stage: p for p, place in enumerate(lane.places) for stage in place.stages}
     sent, needed = messages(rows, lane, at)
     out = []
     for place, row in enumerate(rows):
-        todo, taken = [], defaultdict(int)
+        todo, posted = [], defaultdict(int)
         for action in row:
+            waits = []
             for need in needed[action]:
                 if at[need.stage] == place:
-                    todo.append(("local", need, action))
+                    waits.append(("local", need, 0))
                     continue
                 channel = (at[need.stage], place, need.kind is Kind.FORWARD)
                 index = sent[channel].index((need, action))
-                while taken[channel] <= index:  # those sent before it come first
-                    todo.append(("recv", channel, sent[channel][taken[channel]]))
-                    taken[channel] += 1
-            todo.append(("compute", action, None))
-            own = [channel for channel in sent if channel[0] == place]
-            todo += [("send", c, m) for c in own for m in sent[c] if m[0] == action]
+                for number in range(posted[channel], index + 1):  # those sent before it come first
+                    todo.append(("post", channel, number))
+                posted[channel] = max(posted[channel], index + 1)
+                waits.append(("arrive", channel, index))
+            todo += [*waits, ("compute", action, 0)]
+            own = [
+                (channel, number)
+                for channel in sent
+                if channel[0] == place
+                for number, message in enumerate(sent[channel])
+                if message[0] == action
+            ]
+            todo += [(what, *pair) for what in ("send", "taken") for pair in own]
         out.append(todo)
     return out
 
@@ -66,40 +74,36 @@ def programs(rows, lane):
 def run(rows, lane, choose, *, is_blocking=False):
     """Return the actions that were computed, in the order in which it happened, until nobody could move.
 
+    An action's receives are posted together, and so are its sends.
+
     Args:
         rows: Actions of each place.
         lane: Stages and edges.
         choose: Picks one of a list: who moves next.
-        is_blocking: Whether a send waits for its receive.
+        is_blocking: Whether a place waits after an action until its messages are taken.
     """
     todo = programs(rows, lane)
     position = [0] * len(todo)
-    pipes, done, order = defaultdict(list), set(), []
+    counts = {"send": defaultdict(int), "post": defaultdict(int)}
+    order = []
 
     def can_move(place):
         if position[place] == len(todo[place]):
             return False
-        what, subject, _ = todo[place][position[place]]
+        what, subject, number = todo[place][position[place]]
         if what == "local":
-            return subject in done
-        if what == "recv":
-            return bool(pipes[subject])
-        if what == "send" and is_blocking:
-            peer = subject[1]
-            there = todo[peer][position[peer]] if position[peer] < len(todo[peer]) else None
-            return there is not None and there[:2] == ("recv", subject) and not pipes[subject]
+            return subject in order
+        if what == "arrive" or (what == "taken" and is_blocking):
+            return all(count[subject] > number for count in counts.values())
         return True
 
     while movable := [place for place in range(len(todo)) if can_move(place)]:
         place = choose(movable)
-        what, subject, message = todo[place][position[place]]
+        what, subject, number = todo[place][position[place]]
         if what == "compute":
-            done.add(subject)
             order.append(subject)
-        elif what == "send":
-            pipes[subject].append(message)
-        elif what == "recv":
-            got = pipes[subject].pop(0)
-            assert got == message, f"{place} got {got} for {message}"
+        elif what in counts:
+            assert counts[what][subject] == number, f"{what} {number} on {subject} is out of order"
+            counts[what][subject] += 1
         position[place] += 1
     return order

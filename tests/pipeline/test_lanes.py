@@ -136,6 +136,20 @@ def test_a_lane_may_have_several_subgroups_in_a_stage():
     assert [str(lane) for lane in plan_lanes(plan.expand(MODELS["llama-32B"]()))] == ["0-2"]
 
 
+def test_ranks_that_share_sequences_go_on_together():
+    """One pipeline moves on and the other stays: its rank is in both stages of their lane."""
+    stages = (
+        [{"ranks": [0, 1], "layers": [0, 29]}, {"ranks": [3, 4], "layers": [30, 59]}],
+        [{"ranks": [2], "layers": [0, 59]}],
+    )
+    plan = AnnotationPlan.from_dict(
+        {"split": "sequence", "pipelines": [{"share": 1, "stages": own} for own in stages]}
+    )
+    (lane,) = plan_lanes(plan.expand(MODELS["llama-32B"]()))
+    assert [set(stage.ranks) for stage in lane.stages] == [{0, 1, 2}, {2, 3, 4}]
+    assert [place for place in lane.places if len(place.stages) == 2] == [((2,), (0, 1))]
+
+
 def test_a_pipeline_without_a_share_is_a_lane():
     stages = [
         [{"ranks": [2 * p], "layers": [0, 29]}, {"ranks": [2 * p + 1], "layers": [30, 59]}]

@@ -138,7 +138,7 @@ def test_torchs_schedules_are_read_and_accepted(name, lane, order, tmp_path):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_the_validator_agrees_with_blocking_channels(data):
     """Random orders of complete rows on random graphs: accepted if and only if they run to their end."""
     lane, schedule = data.draw(mutated_schedules())

@@ -161,16 +161,15 @@ def send(x: HDTensor, path: Route, channel: int) -> Departure:
     return Departure(x, path.home, Moving(path.there, local, channel=channel), receive)
 
 
-def receive(x: HDTensor, path: Route, channel: int, ahead: Moving | None) -> Arrival:
+def receive(x: HDTensor, path: Route, channel: int, coming: Moving) -> Arrival:
     """Receive a tensor of which this rank holds a part from now on.
 
     Args:
         x: Its stand-in from before.
         path: Its way.
         channel: Of its messages.
-        ahead: What receives it already.
+        coming: What receives it.
     """
-    coming = ahead or expect(path, x._local_tensor.device, channel)
 
     def send_back(local: torch.Tensor) -> Moving:
         return Moving(path.back, local, reverse=True, channel=channel)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hdtensor._torch_compat import backward_for_input, backward_for_weight
-from hdtensor.pipeline.runtime.passage import Passage, Segment
-from hdtensor.pipeline.schedule.actions import Action, Kind
+from hdtensor.pipeline.runtime.passage import Coming, Passage, Segment
+from hdtensor.pipeline.schedule.actions import GRADIENT_KINDS, Action, Kind
 from hdtensor.tensor import HDTensor
 
 
@@ -29,6 +29,10 @@ def describe(action: Action) -> str:
     """
     stage, kind, microbatch = action
     return f"{action} (stage {stage}, {_WORDS[kind]}, micro-batch {microbatch})"
+
+
+#: For so many actions after the present one messages are received as they come.
+_AHEAD = 2
 
 
 class Split(NamedTuple):
@@ -56,6 +60,7 @@ class Executor:
         *,
         is_training: bool = True,
         note: Callable[[Action], object] = lambda action: None,
+        coming: Callable[[int], dict[int, list[Coming]]],
     ) -> None:
         """Prepare a step.
 
@@ -65,9 +70,11 @@ class Executor:
             weights: This rank's leaves.
             is_training: Whether backward follows.
             note: Called with each action before it begins.
+            coming: What arrives with a micro-batch, as ``Passage`` takes it.
         """
         self.is_training = is_training
         self._note = note
+        self._coming = coming
         self._stages = tuple(stages)
         self._call = call
         self._weights = weights
@@ -77,8 +84,10 @@ class Executor:
 
     def run(self, actions: Sequence[Action]) -> None:
         """Run all actions in their order; return when what this rank sends has arrived."""
-        for action in actions:
+        for i, action in enumerate(actions):
             self._note(action)
+            for later in actions[i : i + 1 + _AHEAD]:
+                self._expect(later)
             self._run(action)
         for moving in self._on_their_way:
             moving()
@@ -105,16 +114,29 @@ class Executor:
                 self._backward_weight(action)
                 self._end(action)
 
+    def _expect(self, action: Action) -> None:
+        """Start receiving what an action needs, as far as it is known."""
+        if action.kind is Kind.FORWARD:
+            self._passage(action.microbatch).expect(action.stage)
+        elif action.kind in GRADIENT_KINDS and action.microbatch in self._passages:
+            for departure in self._segment(action).departures:
+                if departure.tensor.requires_grad:
+                    departure.expect_gradient()
+
+    def _passage(self, number: int) -> Passage:
+        passage = self._passages.get(number)
+        if passage is None:
+            passage = Passage(
+                number, self._stages, lambda: self._call(number), self._coming(number)
+            )
+            self._passages[number] = passage
+        return passage
+
     def _segment(self, action: Action) -> Segment:
         return self._passages[action.microbatch].segments[self._stages.index(action.stage)]
 
     def _forward(self, action: Action) -> None:
-        number = action.microbatch
-        passage = self._passages.get(number)
-        if passage is None:
-            passage = Passage(number, self._stages, lambda: self._call(number))
-            self._passages[number] = passage
-        passage.advance()
+        self._passage(action.microbatch).advance()
         if not self.is_training:
             for departure in self._segment(action).departures:
                 departure.wait_sent()
@@ -159,7 +181,9 @@ class Executor:
             self._splits[key] = Split(None)
             return
         tensors, grads = self._outputs(segment)
-        grads = [torch.ones_like(t) if g is None else g for t, g in zip(tensors, grads, strict=True)]
+        grads = [
+            torch.ones_like(t) if g is None else g for t, g in zip(tensors, grads, strict=True)
+        ]
         _, groups = backward_for_input(tensors, grads, inputs, iter(self._weights()))
         self._splits[key] = Split(groups)
         self._send_gradients(segment)

@@ -105,7 +105,9 @@ class FailureGuard:
             self._store.set(f"{self._prefix}/saw/{dist.get_rank()}", "1")
             return self._store.compare_set(f"{self._prefix}/first", "", text).decode() or text
         except Exception:  # the store went with its process
-            return "the process that keeps the process group's store is gone (usually that of rank 0)"
+            return (
+                "the process that keeps the process group's store is gone (usually that of rank 0)"
+            )
 
     def _blame(self, rank: int, error: Exception) -> str:
         """Find out why a connection broke: another rank says so, or does not answer any more."""
@@ -161,4 +163,6 @@ def _is_of_transport(error: Exception) -> bool:
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
         return True
     text = str(error)
-    return type(error) is RuntimeError and ("gloo" in text or "NCCL" in text or "Connection" in text)
+    return type(error) is RuntimeError and (
+        "gloo" in text or "NCCL" in text or "Connection" in text
+    )

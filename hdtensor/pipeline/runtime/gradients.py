@@ -36,9 +36,7 @@ def bring_home(parameters: LaneParameters, scale: float) -> None:
     """
     work = [(p, leaves) for p, leaves in parameters.leaves if p.requires_grad and p.is_local]
     in_stage = [(leaf, leaf.grad) for _, leaves in work for leaf in leaves if leaf.is_local]
-    found = [
-        (leaf, grad) for leaf, grad in in_stage if grad is not None and grad.spec != leaf.spec
-    ]
+    found = [(leaf, grad) for leaf, grad in in_stage if grad is not None and grad.spec != leaf.spec]
     with observe.because("gradients"), observe.profiled("gradient_sync"):
         home = execute_many(
             [gradient_plan(grad._spec, leaf._spec) for leaf, grad in found],

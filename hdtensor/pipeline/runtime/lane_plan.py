@@ -77,9 +77,7 @@ class _View:
 
     def point(self, point: RedistributePoint) -> RedistributePoint:
         """Return a point as this lane passes it."""
-        inside = [
-            i for i, g in enumerate(point.spec.subgroups) if self._ranks.issuperset(g.ranks)
-        ]
+        inside = [i for i, g in enumerate(point.spec.subgroups) if self._ranks.issuperset(g.ranks)]
         turns = tuple(i for i, index in enumerate(inside) if index in point.turns)
         return dataclasses.replace(point, spec=self.activation(point.spec), turns=turns)
 

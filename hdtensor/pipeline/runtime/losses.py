@@ -36,7 +36,11 @@ def read_loss(result: Any) -> tuple[torch.Tensor, Any]:
     is_pair = isinstance(result, tuple) and len(result) == 2
     if is_pair and isinstance(result[0], torch.Tensor) and result[0].ndim == 0:
         return result
-    got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else repr(type(result).__name__)
+    got = (
+        f"a tensor of shape {tuple(result.shape)}"
+        if isinstance(result, torch.Tensor)
+        else repr(type(result).__name__)
+    )
     raise PlanError(
         f"loss_fn must return (sum, count): the sum of the losses of what counts in the micro-batch, a tensor "
         f"without dims, and how many they are; got {got}. A mean of each micro-batch would weight tokens unequally: "

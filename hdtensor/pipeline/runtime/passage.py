@@ -7,16 +7,19 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hdtensor._rank import current_rank
+from hdtensor.errors import PipelineError
 from hdtensor.ops.registry import implicit
 from hdtensor.ops.special.move import move
 from hdtensor.pipeline.runtime.crossings import (
     Arrival,
     Departure,
+    Route,
+    expect,
     hand_over,
     receive,
     route,
@@ -25,6 +28,7 @@ from hdtensor.pipeline.runtime.crossings import (
     stand_in,
 )
 from hdtensor.placements import HDSpec
+from hdtensor.redistribute.overlap import Moving
 from hdtensor.tensor import HDTensor
 
 
@@ -56,6 +60,20 @@ class Segment:
         self.loss = None
 
 
+class Coming(NamedTuple):
+    """A tensor that arrives in each call with such a micro-batch.
+
+    Attributes:
+        number: Number of its crossing in the call.
+        path: Its way.
+        device: Where it is needed.
+    """
+
+    number: int
+    path: Route
+    device: torch.device
+
+
 #: Calls that run now, innermost last.
 _running: list[Passage] = []
 
@@ -75,17 +93,26 @@ class Passage:
         segments: This rank's stages in order.
     """
 
-    def __init__(self, microbatch: int, stages: Sequence[int], call: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        microbatch: int,
+        stages: Sequence[int],
+        call: Callable[[], Any],
+        coming: dict[int, list[Coming]],
+    ) -> None:
         """Prepare the call.
 
         Args:
             microbatch: Number of the micro-batch in its lane.
             stages: Numbers of this rank's stages.
             call: Calls the model.
+            coming: Stage -> what arrives there, as calls with like micro-batches learn it.
         """
         self.segments = [Segment(stage) for stage in stages]
         self._microbatch = microbatch
         self._call = call
+        self._coming = coming
+        self._ahead: dict[int, tuple[Route, Moving]] = {}
         self._now = 0 if stages[0] == 0 else -1
         self._num_crossings = 0
         self._thread = _Turns(self._run) if len(stages) > 1 else None
@@ -99,12 +126,11 @@ class Passage:
 
     def let_go(self) -> None:
         """Drop all that is on its way, after an error."""
+        self._ahead.clear()
         for segment in self.segments:
             segment.clear()
 
-    def cross(
-        self, tensors: Sequence[HDTensor], spec: HDSpec, *, is_turn: bool
-    ) -> list[HDTensor]:
+    def cross(self, tensors: Sequence[HDTensor], spec: HDSpec, *, is_turn: bool) -> list[HDTensor]:
         """Bring tensors to another stage.
 
         Args:
@@ -114,7 +140,10 @@ class Passage:
         """
         is_behind, behind = current_rank() in spec.ranks, set(spec.ranks)
         goes = [is_turn or set(x.spec.ranks) != behind for x in tensors]
-        comes = [go and is_behind and (is_turn or not x.is_local) for x, go in zip(tensors, goes, strict=True)]
+        comes = [
+            go and is_behind and (is_turn or not x.is_local)
+            for x, go in zip(tensors, goes, strict=True)
+        ]
         if any(comes):
             if self._now >= 0:
                 self._pause()
@@ -135,15 +164,53 @@ class Passage:
             return arrival.leaf
         if not set(x.spec.ranks).isdisjoint(spec.ranks):
             return move(x, spec, None)  # inside one stage
-        channel = 1 + self._microbatch % _MAX_IN_FLIGHT * _MAX_CROSSINGS + number % _MAX_CROSSINGS
+        channel = self._channel(number)
         if x.is_local:
             self.segments[self._now].departures.append(send(x, path, channel))
             return stand_in(x, path)
         if path.after.index is None:
             return stand_in(x, path)
-        arrival = receive(x, path, channel, None)
-        self.segments[self._now].arrivals.append(arrival)
+        segment = self.segments[self._now]
+        device = x._local_tensor.device
+        if self._is_new(segment):
+            self._coming.setdefault(segment.stage, []).append(Coming(number, path, device))
+        arrival = receive(
+            x, path, channel, self._started(number, path) or expect(path, device, channel)
+        )
+        segment.arrivals.append(arrival)
         return arrival.leaf
+
+    def expect(self, stage: int) -> None:
+        """Start receiving what will come to a stage, as far as it is known."""
+        for number, path, device in self._coming.get(stage, ()):
+            if number not in self._ahead and number >= self._num_crossings:
+                moving = expect(path, device, self._channel(number))
+                self._ahead[number] = (path, moving)
+
+    def _is_new(self, segment: Segment) -> bool:
+        known = self._coming.get(segment.stage)
+        return known is None or len(known) <= len(segment.arrivals)
+
+    def _started(self, number: int, path: Route) -> Moving | None:
+        """Return what receives a tensor already.
+
+        Raises:
+            PipelineError: If something else was expected.
+        """
+        if number not in self._ahead:
+            return None
+        expected, moving = self._ahead.pop(number)
+        if expected is not path:
+            raise PipelineError(
+                f"the model sends {path.after} where it sent {expected.after} for an earlier micro-batch of the same "
+                f"shapes. What goes from stage to stage may depend on shapes, but not on values."
+            )
+        return moving
+
+    def _channel(self, number: int) -> int:
+        """Return the channel of a crossing's messages."""
+        place = self._microbatch % _MAX_IN_FLIGHT * _MAX_CROSSINGS + number % _MAX_CROSSINGS
+        return 1 + place
 
     def _run(self) -> None:
         _running.append(self)

@@ -24,7 +24,7 @@ from hdtensor.pipeline.runtime.gradients import SilentSync, bring_home
 from hdtensor.pipeline.runtime.lane_plan import LanePlan, lane_plan
 from hdtensor.pipeline.runtime.losses import causal_lm_loss, read_loss
 from hdtensor.pipeline.runtime.parameters import LaneParameters
-from hdtensor.pipeline.runtime.passage import running
+from hdtensor.pipeline.runtime.passage import Coming, running
 from hdtensor.pipeline.schedule.actions import Action, Kind, Schedule
 from hdtensor.pipeline.schedule.choose import build_schedule
 from hdtensor.placements import HDSpec
@@ -35,6 +35,10 @@ from hdtensor.tensor import HDTensor
 
 #: ``loss_fn(output, target)`` returns the sum of a micro-batch's losses, and how many they are.
 LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
+
+
+#: Of so many shapes of micro-batches a rank remembers what arrives; past it the table starts anew.
+_MAX_SHAPES = 4096
 
 
 class Runner:
@@ -93,13 +97,18 @@ class Runner:
         self.lanes = plan_lanes(self._plan)
         self._sizes = _sizes(plan, len(self.lanes))
         self._counts = _counts(plan, num_microbatches, len(self.lanes))
-        names = [(p.name, p.same_as or p.name) for p in ModelDescription.from_module(model).parameters]
+        names = [
+            (p.name, p.same_as or p.name) for p in ModelDescription.from_module(model).parameters
+        ]
         plans = [lane_plan(self._plan, lane, names) for lane in self.lanes]
         self._prepare_groups(plans)
         self._rank = dist.get_rank()
-        self._index = next((i for i, lane in enumerate(self.lanes) if self._rank in lane.ranks), None)
+        self._index = next(
+            (i for i, lane in enumerate(self.lanes) if self._rank in lane.ranks), None
+        )
         self._guard = FailureGuard(range(dist.get_world_size()))
         self._executor: Executor | None = None
+        self._coming: dict[Any, dict[int, list[Coming]]] = {}
         self._schedules: dict[int, Schedule] = {}
         self._sum, self._count = 0.0, 0.0
         self._lane: LanePlan | None = None
@@ -176,9 +185,18 @@ class Runner:
             lambda: (leaf for leaf in self._parameters if leaf.is_local and leaf.requires_grad),
             is_training=is_training,
             note=lambda action: self._guard.doing(describe(action)),
+            coming=lambda number: self._coming_with(parts[number], is_training),
         )
         with self._parameters.in_place(), self._state.running_lane():
             executor.run(self._row(len(parts), is_training))
+
+    def _coming_with(self, part: Any, is_training: bool) -> dict[int, list[Coming]]:
+        """Return what is known to arrive with a micro-batch of these shapes."""
+        shapes: list[Any] = [is_training, torch.is_grad_enabled(), self.model.training]
+        map_tensors(part, lambda name, t: shapes.append((name, t.shape, t.dtype)))
+        if len(self._coming) >= _MAX_SHAPES:
+            self._coming.clear()
+        return self._coming.setdefault(tuple(shapes), {})
 
     def _let_go(self) -> None:
         if self._executor is not None:
@@ -214,7 +232,10 @@ class Runner:
         assert passage is not None, "a runner calls the model"
         if is_training:
             passage.segments[-1].loss = total
-        if self._rank == self._lane.labels.subgroups[0].ranks[0] or len(self._lane.labels.ranks) > 1:
+        if (
+            self._rank == self._lane.labels.subgroups[0].ranks[0]
+            or len(self._lane.labels.ranks) > 1
+        ):
             total, count = _value(total), _value(count)
         if self._rank == self._lane.labels.subgroups[0].ranks[0]:
             self._sum += total
