@@ -81,6 +81,23 @@ def start(
     return Exchange(issued, timeout)
 
 
+def start_one(
+    buffer: Tensor, peer: int, *, is_sent: bool, reverse: bool = False, channel: int = 0
+) -> dist.Work:
+    """Start one message of host memory, without what several messages need.
+
+    Args:
+        buffer: What is sent, or overwritten; contiguous.
+        peer: The other rank.
+        is_sent: Whether this rank sends it.
+        reverse: As for ``start``.
+        channel: As ``message_channel``.
+    """
+    group, tag = message_channel(reverse=reverse, channel=channel)
+    flat = [_as_bytes(buffer)]
+    return group.send(flat, peer, tag) if is_sent else group.recv(flat, peer, tag)
+
+
 class _Issued(NamedTuple):
     """A message on its way.
 

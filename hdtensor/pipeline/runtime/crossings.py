@@ -15,7 +15,7 @@ from hdtensor.ops.generate import empty_like_local
 from hdtensor.ops.special.move import gradient_spec
 from hdtensor.placements import HDSpec
 from hdtensor.placements.layout import contiguous_stride
-from hdtensor.redistribute.overlap import Moving
+from hdtensor.redistribute import overlap
 from hdtensor.redistribute.resolve import resolve
 from hdtensor.redistribute.steps import RedistributePlan
 from hdtensor.redistribute.topology import topology_in_use
@@ -71,6 +71,9 @@ def spec_behind(spec: HDSpec, num_dims: int) -> HDSpec:
         lambda p: Replicate() if isinstance(p, Shard) and p.dim >= min(num_dims, 2) else p
     )
 
+
+#: Waits for a tensor that is on its way.
+Pending = Callable[[], torch.Tensor]
 
 #: Starts sending a gradient, this rank's local tensor of it; what is returned waits.
 SendBack = Callable[[torch.Tensor], Callable[[], object]]
@@ -154,14 +157,14 @@ def send(x: HDTensor, path: Route, channel: int) -> Departure:
     """Send a tensor that this rank holds a part of to its next stage."""
     local = x._local_tensor
 
-    def receive() -> Moving:
+    def receive() -> Pending:
         nothing = empty_like_local(x.dtype, local.device)
-        return Moving(path.back, nothing, reverse=True, channel=channel)
+        return overlap.start(path.back, nothing, reverse=True, channel=channel)
 
-    return Departure(x, path.home, Moving(path.there, local, channel=channel), receive)
+    return Departure(x, path.home, overlap.start(path.there, local, channel=channel), receive)
 
 
-def receive(x: HDTensor, path: Route, channel: int, coming: Moving) -> Arrival:
+def receive(x: HDTensor, path: Route, channel: int, coming: Pending) -> Arrival:
     """Receive a tensor of which this rank holds a part from now on.
 
     Args:
@@ -171,15 +174,15 @@ def receive(x: HDTensor, path: Route, channel: int, coming: Moving) -> Arrival:
         coming: What receives it.
     """
 
-    def send_back(local: torch.Tensor) -> Moving:
-        return Moving(path.back, local, reverse=True, channel=channel)
+    def send_back(local: torch.Tensor) -> Pending:
+        return overlap.start(path.back, local, reverse=True, channel=channel)
 
     return Arrival(coming(), path, send_back, x.requires_grad)
 
 
-def expect(path: Route, device: torch.device, channel: int) -> Moving:
+def expect(path: Route, device: torch.device, channel: int) -> Pending:
     """Start receiving a tensor."""
-    return Moving(path.there, empty_like_local(path.after.dtype, device), channel=channel)
+    return overlap.start(path.there, empty_like_local(path.after.dtype, device), channel=channel)
 
 
 def hand_over(x: HDTensor, path: Route) -> tuple[Departure, Arrival]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hdtensor._torch_compat import backward_for_input, backward_for_weight
-from hdtensor.pipeline.runtime.passage import Coming, Passage, Segment
+from hdtensor.pipeline.runtime.passage import Learned, Passage, Segment
 from hdtensor.pipeline.schedule.actions import GRADIENT_KINDS, Action, Kind
 from hdtensor.tensor import HDTensor
 
@@ -60,7 +60,8 @@ class Executor:
         *,
         is_training: bool = True,
         note: Callable[[Action], object] = lambda action: None,
-        coming: Callable[[int], dict[int, list[Coming]]],
+        learned: Callable[[int], Learned],
+        may_leave: bool,
     ) -> None:
         """Prepare a step.
 
@@ -70,11 +71,13 @@ class Executor:
             weights: This rank's leaves.
             is_training: Whether backward follows.
             note: Called with each action before it begins.
-            coming: What arrives with a micro-batch, as ``Passage`` takes it.
+            learned: What earlier calls with like micro-batches showed.
+            may_leave: As ``Passage``.
         """
         self.is_training = is_training
         self._note = note
-        self._coming = coming
+        self._learned = learned
+        self._may_leave = may_leave
         self._stages = tuple(stages)
         self._call = call
         self._weights = weights
@@ -127,7 +130,11 @@ class Executor:
         passage = self._passages.get(number)
         if passage is None:
             passage = Passage(
-                number, self._stages, lambda: self._call(number), self._coming(number)
+                number,
+                self._stages,
+                lambda: self._call(number),
+                self._learned(number),
+                may_leave=self._may_leave,
             )
             self._passages[number] = passage
         return passage

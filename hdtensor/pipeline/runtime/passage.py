@@ -18,6 +18,7 @@ from hdtensor.ops.special.move import move
 from hdtensor.pipeline.runtime.crossings import (
     Arrival,
     Departure,
+    Pending,
     Route,
     expect,
     hand_over,
@@ -28,7 +29,6 @@ from hdtensor.pipeline.runtime.crossings import (
     stand_in,
 )
 from hdtensor.placements import HDSpec
-from hdtensor.redistribute.overlap import Moving
 from hdtensor.tensor import HDTensor
 
 
@@ -58,6 +58,23 @@ class Segment:
         self.arrivals.clear()
         self.departures.clear()
         self.loss = None
+
+
+@dataclass(slots=True)
+class Learned:
+    """What a call with micro-batches of some shapes showed.
+
+    Attributes:
+        coming: Stage -> what arrives there.
+        last: Number of the last crossing in which this rank takes part; None before a call has ended.
+    """
+
+    coming: dict[int, list[Coming]] = field(default_factory=dict)
+    last: int | None = None
+
+
+class _Leave(BaseException):
+    """Raised where all that follows in the model is other ranks' work."""
 
 
 class Coming(NamedTuple):
@@ -98,7 +115,9 @@ class Passage:
         microbatch: int,
         stages: Sequence[int],
         call: Callable[[], Any],
-        coming: dict[int, list[Coming]],
+        learned: Learned,
+        *,
+        may_leave: bool,
     ) -> None:
         """Prepare the call.
 
@@ -106,13 +125,16 @@ class Passage:
             microbatch: Number of the micro-batch in its lane.
             stages: Numbers of this rank's stages.
             call: Calls the model.
-            coming: Stage -> what arrives there, as calls with like micro-batches learn it.
+            learned: What earlier calls with like micro-batches showed; this one adds to it.
+            may_leave: Whether nobody on this rank needs what the call returns.
         """
         self.segments = [Segment(stage) for stage in stages]
         self._microbatch = microbatch
         self._call = call
-        self._coming = coming
-        self._ahead: dict[int, tuple[Route, Moving]] = {}
+        self._learned = learned
+        self._may_leave = may_leave
+        self._last = -1
+        self._ahead: dict[int, tuple[Route, Pending]] = {}
         self._now = 0 if stages[0] == 0 else -1
         self._num_crossings = 0
         self._thread = _Turns(self._run) if len(stages) > 1 else None
@@ -158,6 +180,7 @@ class Passage:
         self._num_crossings += 1
         path = route(x._spec, spec)
         if is_turn and x.is_local:
+            self._last = number
             departure, arrival = hand_over(x, path)
             self.segments[self._now - 1].departures.append(departure)
             self.segments[self._now].arrivals.append(arrival)
@@ -166,14 +189,18 @@ class Passage:
             return move(x, spec, None)  # inside one stage
         channel = self._channel(number)
         if x.is_local:
+            self._last = number
             self.segments[self._now].departures.append(send(x, path, channel))
+            if self._may_leave and number == self._learned.last:
+                raise _Leave
             return stand_in(x, path)
         if path.after.index is None:
             return stand_in(x, path)
+        self._last = number
         segment = self.segments[self._now]
         device = x._local_tensor.device
         if self._is_new(segment):
-            self._coming.setdefault(segment.stage, []).append(Coming(number, path, device))
+            self._learned.coming.setdefault(segment.stage, []).append(Coming(number, path, device))
         arrival = receive(
             x, path, channel, self._started(number, path) or expect(path, device, channel)
         )
@@ -182,16 +209,16 @@ class Passage:
 
     def expect(self, stage: int) -> None:
         """Start receiving what will come to a stage, as far as it is known."""
-        for number, path, device in self._coming.get(stage, ()):
+        for number, path, device in self._learned.coming.get(stage, ()):
             if number not in self._ahead and number >= self._num_crossings:
                 moving = expect(path, device, self._channel(number))
                 self._ahead[number] = (path, moving)
 
     def _is_new(self, segment: Segment) -> bool:
-        known = self._coming.get(segment.stage)
+        known = self._learned.coming.get(segment.stage)
         return known is None or len(known) <= len(segment.arrivals)
 
-    def _started(self, number: int, path: Route) -> Moving | None:
+    def _started(self, number: int, path: Route) -> Pending | None:
         """Return what receives a tensor already.
 
         Raises:
@@ -216,6 +243,10 @@ class Passage:
         _running.append(self)
         try:
             self._call()
+        except _Leave:
+            pass
+        else:
+            self._learned.last = self._last
         finally:
             _running.remove(self)
 

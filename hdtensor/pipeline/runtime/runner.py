@@ -24,7 +24,7 @@ from hdtensor.pipeline.runtime.gradients import SilentSync, bring_home
 from hdtensor.pipeline.runtime.lane_plan import LanePlan, lane_plan
 from hdtensor.pipeline.runtime.losses import causal_lm_loss, read_loss
 from hdtensor.pipeline.runtime.parameters import LaneParameters
-from hdtensor.pipeline.runtime.passage import Coming, running
+from hdtensor.pipeline.runtime.passage import Learned, running
 from hdtensor.pipeline.schedule.actions import Action, Kind, Schedule
 from hdtensor.pipeline.schedule.choose import build_schedule
 from hdtensor.placements import HDSpec
@@ -108,7 +108,7 @@ class Runner:
         )
         self._guard = FailureGuard(range(dist.get_world_size()))
         self._executor: Executor | None = None
-        self._coming: dict[Any, dict[int, list[Coming]]] = {}
+        self._learned: dict[Any, Learned] = {}
         self._schedules: dict[int, Schedule] = {}
         self._sum, self._count = 0.0, 0.0
         self._lane: LanePlan | None = None
@@ -185,18 +185,19 @@ class Runner:
             lambda: (leaf for leaf in self._parameters if leaf.is_local and leaf.requires_grad),
             is_training=is_training,
             note=lambda action: self._guard.doing(describe(action)),
-            coming=lambda number: self._coming_with(parts[number], is_training),
+            learned=lambda number: self._learned_with(parts[number], is_training),
+            may_leave=self._rank not in self._lane.labels.ranks,
         )
         with self._parameters.in_place(), self._state.running_lane():
             executor.run(self._row(len(parts), is_training))
 
-    def _coming_with(self, part: Any, is_training: bool) -> dict[int, list[Coming]]:
-        """Return what is known to arrive with a micro-batch of these shapes."""
+    def _learned_with(self, part: Any, is_training: bool) -> Learned:
+        """Return what is known of calls with a micro-batch of these shapes."""
         shapes: list[Any] = [is_training, torch.is_grad_enabled(), self.model.training]
         map_tensors(part, lambda name, t: shapes.append((name, t.shape, t.dtype)))
-        if len(self._coming) >= _MAX_SHAPES:
-            self._coming.clear()
-        return self._coming.setdefault(tuple(shapes), {})
+        if len(self._learned) >= _MAX_SHAPES:
+            self._learned.clear()
+        return self._learned.setdefault(tuple(shapes), Learned())
 
     def _let_go(self) -> None:
         if self._executor is not None:
