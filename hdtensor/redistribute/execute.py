@@ -76,6 +76,31 @@ def execute_many(
         RedistributeError: As ``execute``, before anything is sent.
         GroupError: As ``execute``.
     """
+    return start_many(plans, locals_, bucket_bytes=bucket_bytes, donate=donate)()
+
+
+def start_many(
+    plans: Sequence[RedistributePlan],
+    locals_: Sequence[Tensor],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    donate: bool = False,
+) -> Callable[[], list[Tensor]]:
+    """Start what ``execute_many`` does, and return a function that waits for the new local tensors.
+
+    All rounds start now, so that several calls launch their collectives in the order of the calls on every rank: where a
+    plan has several rounds, all but the last are waited for.
+
+    Args:
+        plans: As for ``execute_many``.
+        locals_: As for ``execute_many``; they must not be written before the wait.
+        bucket_bytes: As for ``execute_many``.
+        donate: As for ``execute_many``.
+
+    Raises:
+        RedistributeError: As ``execute``, before anything is sent.
+        GroupError: As ``execute``.
+    """
     rank = current_rank()
     programs = [compile_plan(plan, rank) for plan in plans]
     rounds: defaultdict[Round, list[tuple[int, RankStep]]] = defaultdict(list)
@@ -85,9 +110,18 @@ def execute_many(
             rounds[number].append((i, step))
     _announce(plans)
     state = [local.detach() for local in locals_]
+    wait: Callable[[], None] | None = None
     for number in sorted(rounds):
-        run_round(rounds[number], state, bucket_bytes, donate=donate, is_shared=True)
-    return [_as_new(*each) for each in zip(programs, locals_, state, strict=True)]
+        if wait is not None:
+            wait()
+        wait = start_round(rounds[number], state, bucket_bytes, donate=donate, is_shared=True)
+
+    def finish() -> list[Tensor]:
+        if wait is not None:
+            wait()
+        return [_as_new(*each) for each in zip(programs, locals_, state, strict=True)]
+
+    return finish
 
 
 def _announce(plans: Sequence[RedistributePlan]) -> None:
@@ -200,7 +234,20 @@ def run_round(
     donate: bool = False,
     is_shared: bool = False,
 ) -> None:
-    """Carry out one step of each of several tensors, replacing their local tensors in ``state``.
+    """Carry out one step of each of several tensors; arguments as for ``start_round``."""
+    start_round(todo, state, bucket_bytes, reverse=reverse, donate=donate, is_shared=is_shared)()
+
+
+def start_round(
+    todo: Sequence[tuple[int, RankStep]],
+    state: list[Tensor],
+    bucket_bytes: int,
+    *,
+    reverse: bool = False,
+    donate: bool = False,
+    is_shared: bool = False,
+) -> Callable[[], None]:
+    """Start one step of each of several tensors.
 
     Args:
         todo: (place in ``state``, this rank's step).
@@ -209,6 +256,9 @@ def run_round(
         reverse: Whether messages go on the channel of backward passes.
         donate: Whether the local tensors may be overwritten.
         is_shared: Whether other tensors may be in the round, if not on this rank then on another.
+
+    Returns:
+        A function that waits; only then ``state`` has the new local tensors, and the old ones may be written.
     """
     items: list[jobs.Item] = []
     in_pairs: list[jobs.Item] = []
@@ -237,11 +287,15 @@ def run_round(
             if step.op is None and not step.is_kept:
                 jobs.copy_own(step, state[i], fresh[i])
             state[i] = fresh[i]
-    for bucket, pending in started:
-        jobs.deliver(bucket, pending(), state)
-    pairs.finish_all(reductions)
-    if finish is not None:
-        finish()
+
+    def wait() -> None:
+        for bucket, pending in started:
+            jobs.deliver(bucket, pending(), state)
+        pairs.finish_all(reductions)
+        if finish is not None:
+            finish()
+
+    return wait
 
 
 def check_local(plan: RedistributePlan, program: Program, local: Tensor, rank: int) -> None:

@@ -198,8 +198,10 @@ def compile_step(step: Step, rank: int) -> RankStep:
         )
     arrived = [piece for job in jobs for part in job.received for piece in part]
     is_direct = len(jobs) == 1 and not copies and _is_whole(arrived, shape)
-    is_in_place = not copies and all(
-        isinstance(job.collective, AllReduce) and job.sent == job.received for job in jobs
+    is_in_place = (
+        fill is None
+        and not copies
+        and all(isinstance(job.collective, AllReduce) and job.sent == job.received for job in jobs)
     )
     return RankStep(
         shape=shape,

@@ -36,7 +36,9 @@ def test_a_plan_from_replicate_needs_no_communication_on_any_rank(pair):
         with as_rank(rank):
             got = execute(plan, shards[rank])
             (fused,) = execute_many([plan], [shards[rank]])
+            (donated,) = execute_many([plan], [shards[rank].clone()], donate=True)
         assert torch.equal(got, want[rank])
+        assert torch.equal(donated, want[rank])
         assert torch.equal(fused, want[rank])
 
 
