@@ -52,12 +52,14 @@ def accept_plain(model: nn.Module, state: State, reinstall: Callable[[], None]) 
 
     @functools.wraps(forward)
     def accepting(*args: Any, **kwargs: Any) -> Any:
-        if not state.upkeep.is_current():
+        # While a lane runs, leaves of its own stand in for the parameters.
+        if not state.runs_lane and not state.upkeep.is_current():
             state.upkeep.look(model, reinstall)
         if state.is_staged and not state.runs_lane:
             raise PlanError(
-                "the model's plan has several stages in a pipeline, so that no rank can run it alone. Train it with "
-                "hdtensor.pipeline.Runner(model, plan).step(batch), or use a plan of one stage in each pipeline."
+                "the model's plan has several stages in a pipeline, so that no rank can run it alone, or zero 1. Train it "
+                "with hdtensor.pipeline.Runner(model, plan).step(batch), or use a plan of one stage in each pipeline and "
+                "zero 0."
             )
         state.depth += 1
         state.wants_router_logits = _wants_router_logits(model, kwargs)

@@ -36,7 +36,10 @@ class GradientSync:
     Attributes:
         parameters: In registration order, the order in which collectives are launched on every rank.
         enabled: False inside ``no_sync``.
+        wants_all: Whether it is told of gradients that are home already, too.
     """
+
+    wants_all = False
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.parameters: list[torch.Tensor] = []

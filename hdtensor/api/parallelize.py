@@ -71,8 +71,8 @@ class ParallelState:
 
     @property
     def is_staged(self) -> bool:
-        """Whether hidden states go on to other ranks, in which case a pipeline's runner calls the model."""
-        return any(point.kind == "stage" for point in self.plan.points)
+        """Whether a pipeline's runner calls the model: hidden states go on to other ranks, or optimizer state is cut."""
+        return self.plan.zero > 0 or any(point.kind == "stage" for point in self.plan.points)
 
     @contextlib.contextmanager
     def running_lane(self) -> Iterator[None]:
@@ -279,10 +279,27 @@ def check_supported(plan: ExpandedPlan) -> None:
     """Raise where a plan needs what is not executed.
 
     Raises:
-        PlanError: For ZeRO.
+        PlanError: For ZeRO of gradients and parameters.
     """
-    if plan.zero:
-        raise PlanError(f"zero: ZeRO-{plan.zero} is not executed by this version; use zero 0.")
+    if plan.zero > 1:
+        raise PlanError(
+            f"zero: ZeRO-{plan.zero} is not executed: gradients and parameters are held whole, optimizer state alone is "
+            f"cut. Use zero 1 or 0."
+        )
+
+
+def check_switchable(*plans: ExpandedPlan) -> None:
+    """Raise unless ``elastic.switch`` can go from one plan to another.
+
+    Raises:
+        PlanError: As ``check_supported``, and for optimizer state that is cut.
+    """
+    for plan in plans:
+        check_supported(plan)
+        if plan.zero:
+            raise PlanError(
+                "zero: switch moves optimizer state of zero 0 only. Save a checkpoint, and load it under the other plan."
+            )
 
 
 def _check(plan: ExpandedPlan, model: nn.Module, src_data_rank: int | None) -> None:

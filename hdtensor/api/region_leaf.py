@@ -65,7 +65,8 @@ class Leaf:
         new = new_wrapper(HDTensor, grad, bound, False)
         old = parameter.grad
         parameter.grad = new if old is None else old + new
-        if bound.spec is not parameter._spec.spec or old is not None:  # else it is home
+        is_home = bound.spec is parameter._spec.spec and old is None
+        if self.sync.wants_all or not is_home:
             self.sync.note(parameter)
 
 

@@ -33,7 +33,7 @@ from hdtensor.api.agreement import attempt, communicates, exchange, require_alik
 from hdtensor.api.local import prepare_groups
 from hdtensor.api.parallelize import (
     ParallelState,
-    check_supported,
+    check_switchable,
     prepare_plan,
     replace_plan,
     state_of,
@@ -211,7 +211,7 @@ def _expanded(
     if isinstance(plan, ExpandedPlan):  # it has a spec for every tensor
         patterns = ()
     expanded = plan.expand(ModelDescription.from_module(model), patterns)
-    check_supported(expanded)
+    check_switchable(state_of(model).plan, expanded)
     if communicates():
         expanded.check(world_size=dist.get_world_size())
     return expanded

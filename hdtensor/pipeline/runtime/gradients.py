@@ -1,81 +1,347 @@
-"""The end of a step: gradients that each lane summed are summed over lanes, and divided by what counted everywhere."""
+"""The gradients of a step: terms of all lanes are summed bucket by bucket, while the last backward still runs.
+
+What a rank holds of a parameter has a gradient on its *leaf*, summed over the lane's micro-batches. It goes *home* to the
+tensor that the optimizer updates: the parameter, or with ZeRO-1 the master that is cut over all its copies. Parameters
+whose ranks are the same share buckets, last ones first. A bucket starts as soon as its leaves have their last gradients
+and all buckets before it have started; the order is the same on every rank, whichever is early. All have started when a
+rank asks what the losses count; what came is divided by it then.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Replicate
 
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.gradients import gradient_plan
 from hdtensor.collectives import observe
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.pipeline.runtime.parameters import LaneParameters
+from hdtensor.pipeline.schedule.actions import Action, Kind
+from hdtensor.pipeline.zero_specs import split_copies
+from hdtensor.placements import HDSpec
 from hdtensor.placements.layout import contiguous_stride
-from hdtensor.redistribute.execute import execute_many
+from hdtensor.redistribute.execute import BUCKET_BYTES, execute_many, start_many
+from hdtensor.redistribute.resolve import resolve
+from hdtensor.redistribute.steps import RedistributePlan
 from hdtensor.tensor import HDTensor
 
 
-class SilentSync:
-    """What regions tell of gradients while a lane runs: nothing leaves a stage before the end of the step."""
-
-    def note(self, parameter: torch.Tensor) -> None:
-        """Do nothing."""
-
-    def note_passed(self) -> None:
-        """Do nothing."""
+#: Actions after which a micro-batch has no more to add to its stage's weights.
+_LAST_KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 
-def bring_home(parameters: LaneParameters, scale: float) -> None:
-    """Give every parameter the sum of all lanes' gradients, times a factor; every rank that holds one calls it.
+class Home(NamedTuple):
+    """Where a parameter's gradient goes.
+
+    Attributes:
+        parameter: The parameter.
+        target: Whose ``grad`` it becomes: the parameter itself, or its master.
+        of_terms: The plan where every copy has a term of the gradient.
+        of_values: The plan where every copy has the gradient; None where no rank knows that of all.
+        num_bytes: What a rank holds of it on average, the same number on every rank.
+    """
+
+    parameter: HDTensor
+    target: HDTensor
+    of_terms: RedistributePlan
+    of_values: RedistributePlan | None
+    num_bytes: int
+
+
+def homes(
+    parameters: Iterable[HDTensor], masters: Mapping[int, HDTensor] | None = None
+) -> list[Home]:
+    """Return where the gradients of parameters go, in the order of the parameters.
 
     Args:
-        parameters: The lane's leaves; their gradients are taken away.
-        scale: One over the number of everything that counted.
+        parameters: In registration order, the same on every rank.
+        masters: By the ids of their parameters; None without ZeRO.
     """
-    work = [(p, leaves) for p, leaves in parameters.leaves if p.requires_grad and p.is_local]
-    in_stage = [(leaf, leaf.grad) for _, leaves in work for leaf in leaves if leaf.is_local]
-    found = [(leaf, grad) for leaf, grad in in_stage if grad is not None and grad.spec != leaf.spec]
-    with observe.because("gradients"), observe.profiled("gradient_sync"):
-        home = execute_many(
-            [gradient_plan(grad._spec, leaf._spec) for leaf, grad in found],
-            [grad._local_tensor for _, grad in found],
+    found = []
+    for parameter in parameters:
+        target = parameter if masters is None else masters.get(id(parameter), parameter)
+        copies, shape = split_copies(parameter.spec), tuple(parameter.shape)
+        end = copies if target is parameter else target.spec
+        is_known = parameter.spec.num_subgroups == 1  # one stage of one lane has all copies
+        size = target.dtype.itemsize * parameter.numel()
+        found.append(
+            Home(
+                parameter=parameter,
+                target=target,
+                of_terms=resolve(copies.replace(top=Partial()), end, shape),
+                of_values=resolve(copies, end, shape) if is_known else None,
+                num_bytes=size * copies.num_subgroups // len(copies.ranks),
+            )
+        )
+    return found
+
+
+def rank_sets(found: Iterable[Home]) -> set[tuple[int, ...]]:
+    """Return the process groups that gradients need on their way home."""
+    plans = [plan for home in found for plan in (home.of_terms, home.of_values) if plan is not None]
+    return {ranks for plan in plans for ranks in plan.rank_sets()}
+
+
+def buckets(found: Sequence[Home], bucket_bytes: int) -> list[list[Home]]:
+    """Return which gradients travel together, in the order in which they start: the same value on every rank.
+
+    Args:
+        found: In registration order.
+        bucket_bytes: A bucket takes no further gradient once it is this large.
+    """
+    open_: defaultdict[frozenset[int], list[int]] = defaultdict(list)
+    closed: list[list[int]] = []
+    for number in reversed(range(len(found))):
+        bucket = open_[frozenset(found[number].parameter.spec.ranks)]
+        bucket.append(number)
+        if sum(found[i].num_bytes for i in bucket) >= bucket_bytes:
+            closed.append(open_.pop(frozenset(found[number].parameter.spec.ranks)))
+    closed += open_.values()
+    closed.sort(key=lambda numbers: -numbers[-1])  # by what is ready last
+    return [[found[i] for i in numbers] for numbers in closed]
+
+
+class _Bucket:
+    """Gradients that travel together on this rank.
+
+    Attributes:
+        homes: Where they go.
+        waiting: Ids of leaves whose last gradient has not come.
+        finish: Waits for what has started; None before.
+    """
+
+    __slots__ = ("finish", "homes", "waiting")
+
+    def __init__(self, found: list[Home], leaves: Iterable[HDTensor]) -> None:
+        self.homes = found
+        self.waiting = {id(leaf) for leaf in leaves}
+        self.finish: Callable[[], list[torch.Tensor]] | None = None
+
+
+class StepGradients:
+    """Watches the leaves of a lane through a step's actions, and sends their gradients home.
+
+    Regions tell it of gradients as they tell ``api.gradients.GradientSync``.
+    """
+
+    wants_all = True
+
+    def __init__(self, parameters: LaneParameters, stages: Sequence[int]) -> None:
+        """Watch the leaves.
+
+        Args:
+            parameters: The leaves.
+            stages: Numbers of this rank's stages.
+        """
+        self._parameters = parameters
+        self._leaves = {id(p): leaves for p, leaves in parameters.leaves}
+        #: The stages whose backwards reach a leaf; with several stages a first step tells.
+        self._uses: defaultdict[int, set[int]] = defaultdict(set)
+        self._is_learned = len(stages) == 1
+        if self._is_learned:
+            self._uses.update((id(leaf), {stages[0]}) for leaf in parameters)
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._left: Counter[int] = Counter()
+        self._stage: int | None = None
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._num_started = 0
+        for leaf in parameters:
+            _watch(leaf, self.note)
+
+    # -- while actions run --------------------------------------------------------------------------------------
+
+    def begin(self, found: Sequence[Home], row: Sequence[Action]) -> None:
+        """Get ready for a step.
+
+        Args:
+            found: Homes of all parameters.
+            row: This rank's actions.
+        """
+        self._parameters.drop_gradients()  # a step before may have failed
+        wanted = [home for home in found if home.parameter.requires_grad]
+        self._left = Counter(a.stage for a in row if a.kind in _LAST_KINDS)
+        self._stage, self._num_started = None, 0
+        self._seen.clear()
+        self._buckets, self._bucket_of = [], {}
+        for each in buckets(wanted, BUCKET_BYTES):
+            if each[0].parameter.is_local:
+                leaves = [leaf for home in each for leaf in self._local_leaves(home)]
+                bucket = _Bucket(each, leaves)
+                self._buckets.append(bucket)
+                self._bucket_of.update((id(leaf), bucket) for leaf in leaves)
+
+    def before(self, action: Action) -> None:
+        """Note that an action begins."""
+        self._settle()
+        self._stage = action.stage
+        if action.kind in _LAST_KINDS:
+            self._left[action.stage] -= 1
+
+    def note(self, leaf: torch.Tensor) -> None:
+        """Note that a leaf's gradient grew."""
+        if self._stage is None:
+            return
+        self._uses[id(leaf)].add(self._stage)
+        bucket = self._bucket_of.get(id(leaf))
+        if bucket is None or id(leaf) not in bucket.waiting:
+            return
+        is_known = self._is_learned and id(leaf) not in self._parameters.shared
+        if is_known and self._is_done(id(leaf)):
+            bucket.waiting.discard(id(leaf))
+            self._start_ready()
+
+    def note_passed(self) -> None:
+        """Do nothing: what a stage skips adds nothing."""
+
+    def _settle(self) -> None:
+        """Between two actions: leaves whose stages are done have their last gradient."""
+        if self._stage is None:
+            return
+        if not self._is_learned:
+            self._learn(self._stage)
+        if self._left[self._stage]:
+            return
+        for bucket in self._buckets[self._num_started :]:
+            bucket.waiting = {i for i in bucket.waiting if not self._is_done(i)}
+        self._start_ready()
+
+    def _learn(self, stage: int) -> None:
+        """Note which gradients an action changed: second parts of backwards accumulate without hooks."""
+        for leaf in self._parameters:
+            grad = leaf.grad
+            if grad is None:  # none came, or it is on its way
+                continue
+            now = id(grad), grad._version
+            if now != self._seen.get(id(leaf)):
+                self._seen[id(leaf)] = now
+                self._uses[id(leaf)].add(stage)
+
+    def _is_done(self, leaf: int) -> bool:
+        return leaf in self._uses and not any(self._left[s] for s in self._uses[leaf])
+
+    def _start_ready(self) -> None:
+        while self._num_started < len(self._buckets):
+            bucket = self._buckets[self._num_started]
+            if bucket.waiting:
+                return
+            self._num_started += 1
+            bucket.finish = self._start(bucket.homes)
+
+    # -- the end of a step --------------------------------------------------------------------------------------
+
+    def flush(self) -> bool:
+        """Start what has not started; return whether a gradient came after its bucket had gone."""
+        self._stage = None
+        for bucket in self._buckets:
+            bucket.waiting.clear()
+        self._start_ready()
+        local = [
+            leaf for b in self._buckets for home in b.homes for leaf in self._local_leaves(home)
+        ]
+        return any(leaf.grad is not None for leaf in local)
+
+    def finish(self, scale: float, *, is_again: bool) -> None:
+        """Wait for all sums, and add them times a factor to the targets' gradients.
+
+        Args:
+            scale: One over the number of everything that counted.
+            is_again: Whether some rank has gradients that came late: they follow now.
+        """
+        with torch.no_grad():
+            for bucket in self._buckets:
+                assert bucket.finish is not None, "flush has started all"
+                results = bucket.finish()
+                if is_again:
+                    torch._foreach_add_(results, self._start(bucket.homes)())
+                torch._foreach_mul_(results, scale)
+                for home, local in zip(bucket.homes, results, strict=True):
+                    _add(home.target, local)
+        self._buckets, self._bucket_of = [], {}
+        self._parameters.drop_gradients()
+        self._is_learned = True
+
+    def _local_leaves(self, home: Home) -> list[HDTensor]:
+        return [leaf for leaf in self._leaves[id(home.parameter)] if leaf.is_local]
+
+    def _start(self, found: Sequence[Home]) -> Callable[[], list[torch.Tensor]]:
+        """Take the leaves' gradients away, and start summing them over all copies."""
+        with torch.no_grad(), observe.because("gradients"), observe.profiled("gradient_sync"):
+            terms, plans = [], []
+            for home, (plan, term) in zip(found, self._terms(found), strict=True):
+                terms.append(term.to(home.target.dtype).contiguous())
+                plans.append(plan)
+            return start_many(plans, terms, donate=True)
+
+    def _terms(self, found: Sequence[Home]) -> Iterator[tuple[RedistributePlan, torch.Tensor]]:
+        """Yield for each home the plan of its sum and this rank's term."""
+        work, where = [], []
+        for number, home in enumerate(found):
+            for leaf in self._local_leaves(home):
+                grad: Any = leaf.grad
+                leaf.grad = None
+                if grad is not None:
+                    work.append((leaf, grad, _wanted(grad.spec, leaf.spec, home)))
+                    where.append(number)
+        moved = execute_many(
+            [gradient_plan(g._spec, leaf._spec.with_spec(wanted)) for leaf, g, wanted in work],
+            [grad._local_tensor for _, grad, _ in work],
             donate=True,
         )
-        local_of = {id(leaf): local for (leaf, _), local in zip(found, home, strict=True)}
-        terms = [_term(p, leaves, local_of) for p, leaves in work]
-        plans = [gradient_plan(_pending(p), p._spec) for p, _ in work]
-        total = execute_many(plans, terms, donate=True)
-    torch._foreach_mul_(total, scale)
-    for (parameter, _), local in zip(work, total, strict=True):
-        _add(parameter, local)
-    parameters.drop_gradients()
-    for parameter, _ in parameters.leaves:
-        if parameter.requires_grad and not parameter.is_local:
-            _add(parameter, parameter._local_tensor.detach())
+        by_home: defaultdict[int, list[tuple[HDSpec, torch.Tensor]]] = defaultdict(list)
+        for number, (_, _, wanted), local in zip(where, work, moved, strict=True):
+            by_home[number].append((wanted, local))
+        for number, home in enumerate(found):
+            terms = by_home[number]
+            has_values = home.of_values is not None and not any(s.has_partial() for s, _ in terms)
+            plan = home.of_values if has_values else home.of_terms
+            assert plan is not None, "there is a plan of values where there may be any"
+            if terms:
+                yield plan, sum((local for _, local in terms[1:]), start=terms[0][1])
+            else:
+                yield plan, torch.zeros_like(home.parameter._local_tensor)
 
 
-def _term(parameter: HDTensor, leaves: list[HDTensor], local_of: dict[int, torch.Tensor]) -> Any:
-    """Return this rank's term: what its uses of the parameter sum to; zeros without any."""
-    total = None
-    for leaf in leaves:
-        if leaf.is_local and leaf.grad is not None:
-            local = local_of.get(id(leaf))
-            local = leaf.grad._local_tensor if local is None else local
-            total = local if total is None else total + local
-    return torch.zeros_like(parameter._local_tensor) if total is None else total.contiguous()
+def give_empty(found: Iterable[Home]) -> None:
+    """Give parameters of which this rank holds nothing the empty gradients that are due."""
+    for home in found:
+        if home.parameter.requires_grad and not home.parameter.is_local:
+            _add(home.target, home.target._local_tensor.detach())
 
 
-def _pending(parameter: HDTensor) -> BoundSpec:
-    return parameter._spec.with_spec(parameter.spec.replace(top=Partial()))
+def _wanted(grad: HDSpec, leaf: HDSpec, home: Home) -> HDSpec:
+    """Return the spec that a leaf's gradient gets inside of its stage: every rank has a term of it, or its value.
+
+    Where the axes that replicate the parameter have the gradient itself, the first rank's counts, unless this is known of
+    all copies.
+    """
+    has_terms = any(
+        isinstance(g, Partial) and isinstance(p, Replicate)
+        for a, b in zip(grad.subgroups, leaf.subgroups, strict=True)
+        for g, p in zip(a.placements, b.placements, strict=True)
+    )
+    if home.of_values is not None and not has_terms:
+        return leaf
+    return leaf.map_bottom(lambda p: Partial() if isinstance(p, Replicate) else p)
 
 
-def _add(parameter: HDTensor, local: torch.Tensor) -> None:
-    shape = parameter._spec.shape
+def _watch(leaf: HDTensor, note: Callable[[torch.Tensor], None]) -> None:
+    needs_grad = leaf.requires_grad
+    leaf.requires_grad_()
+    leaf.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+    leaf.requires_grad_(needs_grad)
+
+
+def _add(target: HDTensor, local: torch.Tensor) -> None:
+    shape = target._spec.shape
     bound = BoundSpec.of(
-        parameter.spec, shape, contiguous_stride(shape), local.dtype, parameter.top_sizes
+        target.spec, shape, contiguous_stride(shape), local.dtype, target.top_sizes
     )
     new = new_wrapper(HDTensor, local, bound, False)
-    old = parameter.grad
-    parameter.grad = new if old is None else old + new
+    old = target.grad
+    target.grad = new if old is None else old + new

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.special.move import gradient_spec
 from hdtensor.placements import HDSpec
 from hdtensor.tensor import HDTensor
 
@@ -38,6 +37,7 @@ class LaneParameters:
 
     Attributes:
         leaves: For each parameter in registration order its leaves in this lane.
+        shared: Ids of leaves that stand in several places, so that a backward may reach them several times.
     """
 
     def __init__(self, model: nn.Module, slots: Mapping[str, HDSpec]) -> None:
@@ -59,6 +59,8 @@ class LaneParameters:
                         of_parameter[id(parameter)] = self.leaves[-1][1]
                     of_parameter[id(parameter)].append(leaf)
                 self._places.append((_Place(module._parameters, key, parameter), leaf))
+        times = Counter(id(leaf) for _, leaf in self._places)
+        self.shared = {leaf for leaf, num in times.items() if num > 1}
 
     def __iter__(self) -> Iterator[HDTensor]:
         for _, leaves in self.leaves:
@@ -97,9 +99,3 @@ def _refresh(leaf: HDTensor, parameter: HDTensor) -> None:
         leaf._local_tensor = parameter._local_tensor.detach()
     if leaf.requires_grad != parameter.requires_grad:
         leaf.requires_grad_(parameter.requires_grad)
-
-
-def zero_gradient(leaf: HDTensor) -> HDTensor:
-    """Return the gradient of a leaf that no micro-batch reached: zeros in the leaf's own spec."""
-    bound = BoundSpec.bind(gradient_spec(leaf.spec), leaf.shape, None, leaf.dtype)
-    return new_wrapper(HDTensor, torch.zeros_like(leaf._local_tensor), bound, False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from hdtensor.pipeline.runtime import stage_points
 from hdtensor.pipeline.runtime.batches import lane_rows, map_tensors, microbatches, num_rows, rows
 from hdtensor.pipeline.runtime.execute import Executor, describe
 from hdtensor.pipeline.runtime.failure import FailureGuard
-from hdtensor.pipeline.runtime.gradients import SilentSync, bring_home
+from hdtensor.pipeline.runtime.gradients import StepGradients, give_empty
 from hdtensor.pipeline.runtime.lane_plan import LanePlan, lane_plan
 from hdtensor.pipeline.runtime.losses import causal_lm_loss, read_loss
 from hdtensor.pipeline.runtime.parameters import LaneParameters
 from hdtensor.pipeline.runtime.passage import Learned, running
+from hdtensor.pipeline.runtime.targets import OptimizerTargets
 from hdtensor.pipeline.schedule.actions import Action, Kind, Schedule
 from hdtensor.pipeline.schedule.choose import build_schedule
 from hdtensor.placements import HDSpec
@@ -45,7 +46,7 @@ class Runner:
     """Runs training steps of a model over pipelines, one program on every rank.
 
     >>> runner = Runner(model, plan, schedule="1f1b")  # doctest: +SKIP
-    >>> optimizer = torch.optim.AdamW(model.parameters())  # doctest: +SKIP
+    >>> optimizer = torch.optim.AdamW(runner.optimizer_parameters())  # doctest: +SKIP
     >>> loss = runner.step(batch)  # doctest: +SKIP
     >>> optimizer.step()  # doctest: +SKIP
 
@@ -111,6 +112,7 @@ class Runner:
         self._learned: dict[Any, Learned] = {}
         self._schedules: dict[int, Schedule] = {}
         self._sum, self._count = 0.0, 0.0
+        self._optimized = OptimizerTargets(model, self._plan.zero)
         self._lane: LanePlan | None = None
         if self._index is not None:
             self._lane = plans[self._index]
@@ -128,11 +130,12 @@ class Runner:
 
     def _install(self, use_regions: bool) -> None:
         assert self._lane is not None, "only ranks of lanes run the model"
+        self._gradients = StepGradients(self._parameters, self._stages)
         with self._parameters.in_place():
             self._hooks = stage_points.place(self.model, self._lane)
             if use_regions:
                 description = ModelDescription.from_module(self.model)
-                sync: Any = SilentSync()
+                sync: Any = self._gradients
                 # A backward in two parts looks for each weight in the graph.
                 self._regions = regions.install(
                     self.model, description, sync, only_skips=self._is_split()
@@ -144,6 +147,24 @@ class Runner:
         count = max(self._counts[self.lanes.index(self._lane.lane)], 1)
         rows_ = build_schedule(self._schedule_name, self._lane.lane, count).rows
         return any(a.kind is Kind.BACKWARD_INPUT for row in rows_ for a in row)
+
+    def optimizer_parameters(
+        self, free_bytes: Mapping[int, int] | None = None
+    ) -> list[torch.Tensor]:
+        """Return the tensors to build the optimizer from; every rank of the world calls it.
+
+        With zero 0 these are the model's parameters. With zero 1 they are masters: fp32, each cut over all ranks that hold
+        its parameter, so that optimizer state is too. ``step`` fills their gradients; after a step of the optimizer the
+        parameters get their values.
+
+        Args:
+            free_bytes: With zero 1, at the first call: bytes of memory that every rank has free for optimizer state, which
+                is dealt in proportion; default: every rank of a parameter gets as much of it.
+
+        Raises:
+            PlanError: If free memory is given for zero 0, later, or not for all ranks.
+        """
+        return self._optimized.tensors(free_bytes)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -157,12 +178,15 @@ class Runner:
             The mean loss over everything that counts in the batch: a plain tensor, the same on every rank of the world.
         """
         with self._guard.step(self._let_go):
+            found = self._optimized.homes()
             self._run(batch, is_training=True)
+            is_late = self._lane is not None and self._gradients.flush()
             self._guard.doing("the sum of losses")
-            total, count = self._all_counted()
+            total, count, num_late = self._all_counted(is_late)
             if self._lane is not None:
                 self._guard.doing("the synchronization of gradients")
-                bring_home(self._parameters, 1.0 / count if count else 0.0)
+                self._gradients.finish(1.0 / count if count else 0.0, is_again=num_late > 0)
+            give_empty(found)
         return torch.tensor(total / count if count else float("nan"))
 
     @torch.no_grad()
@@ -171,7 +195,7 @@ class Runner:
         with self._guard.step(self._let_go):
             self._run(batch, is_training=False)
             self._guard.doing("the sum of losses")
-            total, count = self._all_counted()
+            total, count, _ = self._all_counted()
         return torch.tensor(total / count if count else float("nan"))
 
     def _run(self, batch: Any, *, is_training: bool) -> None:
@@ -179,17 +203,24 @@ class Runner:
         if self._lane is None:
             return
         parts = self._microbatches(batch)
+        row = self._row(len(parts), is_training)
+        if is_training:
+            self._gradients.begin(self._optimized.homes(), row)
         self._executor = executor = Executor(
             self._stages,
             lambda number: self._call(parts[number], is_training),
             lambda: (leaf for leaf in self._parameters if leaf.is_local and leaf.requires_grad),
             is_training=is_training,
-            note=lambda action: self._guard.doing(describe(action)),
+            note=self._note if is_training else lambda action: self._guard.doing(describe(action)),
             learned=lambda number: self._learned_with(parts[number], is_training),
             may_leave=self._rank not in self._lane.labels.ranks,
         )
         with self._parameters.in_place(), self._state.running_lane():
-            executor.run(self._row(len(parts), is_training))
+            executor.run(row)
+
+    def _note(self, action: Action) -> None:
+        self._guard.doing(describe(action))
+        self._gradients.before(action)
 
     def _learned_with(self, part: Any, is_training: bool) -> Learned:
         """Return what is known of calls with a micro-batch of these shapes."""
@@ -257,11 +288,12 @@ class Runner:
         *first, last = part
         return [_cut(v, inputs) for v in first], _cut(last, labels)
 
-    def _all_counted(self) -> tuple[float, float]:
-        """Return the sum of all losses, and how many count, of all lanes."""
-        mine = torch.tensor([self._sum, self._count], dtype=torch.float64)
+    def _all_counted(self, is_late: bool = False) -> tuple[float, float, float]:
+        """Return the sum of all losses, how many count, of all lanes, and how many ranks have late gradients."""
+        mine = torch.tensor([self._sum, self._count, is_late], dtype=torch.float64)
         dist.all_reduce(mine, group=groups.lane_group())
-        return mine[0].item(), mine[1].item()
+        total, count, num_late = mine.tolist()
+        return total, count, num_late
 
 
 def _value(x: Any) -> float:
