@@ -26,9 +26,14 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hdtensor._rank import current_rank
 from hdtensor.api.agreement import attempt, communicates
+from hdtensor.api.masters import Masters, masters_of
 from hdtensor.checkpoint.agreement import agree, describe, listing
 from hdtensor.checkpoint.checks import CheckedPlanner, CheckedReader, folder_of
 from hdtensor.errors import CheckpointError
+
+
+#: Where a checkpoint has the masters that have more bits than the parameters.
+MASTERS = "masters"
 
 
 def save_checkpoint(
@@ -43,7 +48,8 @@ def save_checkpoint(
     Args:
         path: The folder; all ranks must see the same file system.
         model: Its parameters and persistent buffers are written.
-        optimizer: Its states and options are written, under the parameters' names.
+        optimizer: Its states and options are written, under the parameters' names; and what it updates, where that has more
+            bits than the parameters (zero 1).
         extra: Plain values and tensors, such as the number of steps; rank 0's are written.
 
     Raises:
@@ -85,17 +91,36 @@ def load_checkpoint(
     planner = CheckedPlanner(strict, tuple(f"{name}." for name in state))
     with _converted("load_checkpoint"):
         dcp.load(state, storage_reader=reader, planner=planner, no_dist=not communicates())
+    masters = _masters(model, optimizer)
+    if masters is not None:
+        # First of all: setting an optimizer's state may take a step of size 0, after which parameters are gathered.
+        masters.follow_parameters(but=state.get(MASTERS, {}))
+        if MASTERS in state:
+            masters.gather()
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        set_optimizer_state_dict(_owner(model, masters), optimizer, state["optimizer"])
     packed = state.get("extra")
     return {} if packed is None else torch.load(io.BytesIO(packed), weights_only=True)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    masters = _masters(model, optimizer)
     if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        state["optimizer"] = get_optimizer_state_dict(_owner(model, masters), optimizer)
+    beyond = {} if masters is None else masters.beyond_parameters()
+    if beyond:
+        state[MASTERS] = beyond
     return state
+
+
+def _masters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Masters | None:
+    return None if optimizer is None else masters_of(model, optimizer)
+
+
+def _owner(model: nn.Module, masters: Masters | None) -> nn.Module:
+    """Return the module that has what the optimizer updates, under the model's names."""
+    return model if masters is None else masters.module
 
 
 def _state_to_save(
@@ -120,6 +145,8 @@ def _to_read(
     reader = CheckedReader(folder_of(path))
     metadata = reader.metadata_or_error()
     state = _state(model, optimizer)
+    if not any(name.startswith(f"{MASTERS}.") for name in metadata.state_dict_metadata):
+        state.pop(MASTERS, None)  # then masters begin as the parameters
     if "extra" in metadata.state_dict_metadata:
         state["extra"] = b""
     return reader, state
