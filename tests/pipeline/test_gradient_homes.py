@@ -64,7 +64,7 @@ def _in_small_buckets(rank, name, build, schedule):
             return flush()
 
         runner._gradients.flush = count_early
-    for step in range(3):
+    for step in range(2):
         _compare(runner, reference, step)
     return early
 
@@ -93,7 +93,6 @@ def _late(rank, zero):
         runner._gradients._is_done = lambda leaf: True
         runner._gradients._parameters.shared = set()
     _compare(runner, reference, 1)
-    _compare(runner, reference, 2)
 
 
 @pytest.mark.dist(5)

@@ -15,7 +15,7 @@ def _train(rank, name, zero, tied):
     model = llama(tied)
     runner = Runner(model, plan(name, zero))
     optimizer = torch.optim.AdamW(runner.optimizer_parameters(), lr=1e-2, eps=1e-3)
-    for step in range(3):
+    for step in range(2):
         loss, out = runner.step(batch(step)), reference(**batch(step)).loss
         out.backward()
         torch.testing.assert_close(loss, out.detach(), rtol=1e-5, atol=1e-6)
@@ -43,8 +43,7 @@ def _train(rank, name, zero, tied):
 
 
 @pytest.mark.paper("App. C")
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("zero", "tied"), [(0, True), (1, True), (1, False)])
 @pytest.mark.dist(5)
 def test_training_over_unlike_lanes_is_that_of_one_device(zero, tied):
     for held, due in run_world(_train, 5, "unlike", zero, tied):
@@ -82,9 +81,9 @@ def _whole(tensors):
 
 def _resume(rank, folder, optimizer, dtype, others):
     model, runner, state = _start("unlike", 1, optimizer, dtype)
-    _steps(runner, state, range(2))
+    _steps(runner, state, range(1))
     hd.save_checkpoint(folder, model, state)
-    expected = _steps(runner, state, range(2, 4))
+    expected = _steps(runner, state, range(1, 3))
     after = _whole(runner.optimizer_parameters())
     for plan_name, zero in (("unlike", 1), *others):
         other, again, fresh = _start(plan_name, zero, optimizer, dtype)
@@ -92,7 +91,7 @@ def _resume(rank, folder, optimizer, dtype, others):
             for p in other.parameters():
                 p.zero_()
         hd.load_checkpoint(folder, other, fresh)
-        losses = _steps(again, fresh, range(2, 4))
+        losses = _steps(again, fresh, range(1, 3))
         same = plan_name == "unlike" and zero == 1
         exact = {"rtol": 0.0, "atol": 0.0} if same else {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(losses, expected, **exact)
