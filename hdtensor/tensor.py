@@ -19,6 +19,7 @@ from hdtensor.ops.bound import BoundSpec, bound_from_parts, kept_sizes
 from hdtensor.ops.dispatch import dispatch
 from hdtensor.ops.registry import changes, set_tensor_type
 from hdtensor.ops.special.move import move
+from hdtensor.ops.special.scalars import contains
 from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
 from hdtensor.placements.layout import owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
@@ -300,6 +301,10 @@ class HDTensor(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         """Format a scalar's value, as torch does; ``item`` says where there is none."""
         return format(self.item(), format_spec) if format_spec and not self.ndim else str(self)
+
+    def __contains__(self, element: Any) -> bool:
+        """Return whether an element has this value, on every rank; all call it, as ``torch.equal``."""
+        return contains(self, element)
 
     def share_memory_(self) -> HDTensor:
         """Move this rank's local tensor to shared memory."""
