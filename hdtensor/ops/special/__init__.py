@@ -27,6 +27,7 @@ from hdtensor.ops.special import (
     scatters,
     solvers,
     squeezes,
+    strided,
 )
 
 
@@ -57,4 +58,5 @@ __all__ = [
     "scatters",
     "solvers",
     "squeezes",
+    "strided",
 ]
