@@ -14,7 +14,8 @@ import torch
 
 from hdtensor._torch_compat import in_backward
 from hdtensor.errors import DeductionError
-from hdtensor.ops.registry import call, deduced, is_hdtensor, special
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.registry import call, deduced, is_hdtensor, special, wrap
 from hdtensor.placements.layout import contiguous_stride
 
 
@@ -56,7 +57,7 @@ def flat_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Returns:
         What runs ``new_zeros``, None where that is not what is asked for.
     """
-    x, size = args
+    x, size = args[:2]
     if func is not aten.new_zeros.default or x.ndim < 2 or list(size) != [x.numel()]:
         return None
     run = deduced(func, args, kwargs)
@@ -66,8 +67,11 @@ def flat_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return run(x, size, kw)
         zeros = call(func, x, list(x.shape), **(kw or {}))
         try:
-            return call(aten.view.default, zeros, list(size))
+            flat = call(aten.view.default, zeros, list(size))
         except DeductionError:
             return run(x, size, kw)
+        own = flat._spec  # a tensor of its own, though data may have moved to make it
+        new = BoundSpec.of(own.spec, own.shape, own.stride, own.dtype, own.top_sizes)
+        return wrap(flat._local_tensor, new)
 
     return run_flat
