@@ -67,7 +67,10 @@ def clear_caches() -> None:
 def _handler_of(func: Any, arity: int) -> Handler:
     found = _by_arity.get((id(func), arity))
     if found is None:
-        found = _by_arity[(id(func), arity)] = _generate_handler(func, arity)
+        found = _generate_handler(func, arity)
+        if func._schema.is_mutable:
+            found = writes.counted(func, found)
+        _by_arity[(id(func), arity)] = found
     return found
 
 

@@ -88,7 +88,7 @@ def _compare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shards = [_as(layout, x)._local_tensor for x in (a, b)]
         if layout.index is not None:
             same = bool(func(*shards, *given, **(kw or {})))
-        return _everywhere(same)
+        return _everywhere(func, same)
 
     return run
 
@@ -104,11 +104,12 @@ def _as(layout: BoundSpec, x: Any) -> Any:
     return move(x, layout.spec, layout.top_sizes)
 
 
-def _everywhere(flag: bool) -> bool:
+def _everywhere(func: Any, flag: bool) -> bool:
     """Return whether the flag is true on every rank of the world."""
     if not dist.is_initialized() or is_played():
         return flag
     said = [True] * dist.get_world_size()
+    observe.announce(str(func), range(len(said)))
     dist.all_gather_object(said, flag)
     return all(said)
 
