@@ -124,3 +124,11 @@ def test_an_empty_part_of_inference_serves_autograd_later(monkeypatch):
     with as_rank(3):
         found = distribute_tensor(FLOATS, SPEC, src_data_rank=None) > 0
         assert not found.to_local().is_inference()
+
+
+def test_the_gradient_of_a_pending_maximum_asks_for_nan():
+    """Its formula calls ``isnan`` in backward, as ``detect_anomaly`` does, which is off here."""
+    with as_rank(3):
+        x = distribute_tensor(FLOATS, "R / 0,1:P 2:R", src_data_rank=None).requires_grad_()
+        x.max().backward()
+        assert x.grad.shape == FLOATS.shape
