@@ -148,6 +148,7 @@ class _Run:
         self.shared = [(i, steps.get(i)) for i, a in enumerate(args) if is_hdtensor(a)]
         self.returns = bool(func._schema.returns) and not func._schema.is_mutable
         self.outs = [e.outs[0] if e.outs else None for e in elements]
+        self.dtypes: list[Any] = [None if b is None else b.dtype for b in self.outs]
         self.conversions = [
             (argument, i, step)
             for i, e in enumerate(elements)
@@ -179,7 +180,7 @@ class _Run:
         return [
             new_wrapper(
                 hd,
-                next(found) if i in self.held else empty_beside(beside[i], bound.dtype),
+                next(found) if i in self.held else empty_beside(beside[i], self.dtypes[i]),
                 bound,
                 False,
             )
