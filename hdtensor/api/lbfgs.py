@@ -82,6 +82,7 @@ def _over_ranks(func: Any, counted: list[torch.Tensor]) -> torch.Tensor:
     terms = torch.zeros(size, dtype=torch.float64)
     terms[rank] = mine
     words = terms.view(torch.int64).to(groups.device_type())
+    observe.announce("a step of LBFGS", range(size), f"a {func.__name__} over all ranks")
     with observe.because("LBFGS"):
         observe.notify("all_reduce", tuple(range(size)), words.nbytes, tier="world")
     dist.all_reduce(words)

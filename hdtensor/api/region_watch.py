@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -87,6 +88,35 @@ class Deferral(TorchDispatchMode):
         if self._records and not torch.is_grad_enabled() and _needs_grad(args):
             self.is_seen = True
         return func(*args, **(kwargs or {}))
+
+
+class PutOff(Exception):  # noqa: N818 - no error: it ends a run on plain tensors
+    """Raised inside a running region where computing is put off to backward, though it was not when the region was learnt."""
+
+
+#: How the regions that run now were called, innermost last.
+begun: list[tuple[Any, bool]] = []
+
+
+def manner() -> tuple[Any, bool]:
+    """Return what activation checkpointing changes around what it puts off."""
+    return saved_tensor_hooks(), torch.is_grad_enabled()
+
+
+def goes_on() -> bool:
+    """Return True where the inner module of a running region is called in the same manner.
+
+    Raises:
+        PutOff: Otherwise, as where checkpointing was switched on since the region was learnt.
+    """
+    if begun and manner() != begun[-1]:
+        raise PutOff
+    return True
+
+
+def has_plain(values: Iterable[Any]) -> bool:
+    """Return whether there is a plain tensor among values."""
+    return any(isinstance(v, torch.Tensor) and not isinstance(v, HDTensor) for v in values)
 
 
 def _needs_grad(args: tuple[Any, ...]) -> bool:

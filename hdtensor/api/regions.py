@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hdtensor._torch_compat import saved_tensor_hooks
-from hdtensor.api import points
+from hdtensor.api import points, region_watch
 from hdtensor.api.gradients import GradientSync
 from hdtensor.api.points import Points
 from hdtensor.api.region_hooks import has_hooks
@@ -50,7 +50,7 @@ from hdtensor.api.region_nodes import (
     replace_tensors,
     skip,
 )
-from hdtensor.api.region_watch import Deferral, Watcher, is_close
+from hdtensor.api.region_watch import Deferral, PutOff, Watcher, has_plain, is_close
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import events, moves
 from hdtensor.ops.special.random import num_draws
@@ -142,7 +142,7 @@ class Region:
             key_of(kwargs, inputs) if kwargs else None,
         )
         # Models look into masks before their layers: what they do with another one, no pass has shown.
-        if not inputs or (self.is_stack and _has_plain((*args, *kwargs.values()))):
+        if not inputs or (self.is_stack and has_plain((*args, *kwargs.values()))):
             return self.forward(*args, **kwargs)
         try:
             layout = self.layouts.get(key)
@@ -167,7 +167,7 @@ class Region:
         A checkpoint repeats a forward later and must save the same tensors, whatever was learnt in between.
         """
         return bool(
-            points.running
+            (points.running and region_watch.goes_on())
             or _suspended[0]
             or torch.compiler.is_compiling()
             or saved_tensor_hooks() is not None
@@ -355,17 +355,21 @@ class Region:
         plain_kwargs = replace_tensors(kwargs, enter) if kwargs else kwargs
         layout.points.position = 0
         points.running.append(layout.points)
+        region_watch.begun.append(region_watch.manner())
         try:
             with put_in(leaves):
                 plain = self.forward(*plain_args, **plain_kwargs)
+        except PutOff:
+            plain = None
         finally:
             points.running.pop()
+            region_watch.begun.pop()
         results, rebuild = flatten_result(plain)
-        for k, out in enumerate(outs):
-            if out is not None and results[k].shape != out.local_shape():
-                # The sizes were derived, and this module makes something else of them.
-                layout.state = "failed"
-                return self.forward(*args, **kwargs)
+        wrapped = [(v, o) for v, o in zip(results, outs, strict=False) if o is not None]
+        if plain is None or any(v.shape != o.local_shape() for v, o in wrapped):
+            # The sizes were derived, and this module makes something else of them; or it puts computing off by now.
+            layout.state = "failed"
+            return self.forward(*args, **kwargs)
         return rebuild(
             tuple(
                 [
@@ -382,10 +386,6 @@ class Region:
 
     def _parameters(self) -> list[HDTensor]:
         return list(self.module.parameters())  # type: ignore[arg-type]
-
-
-def _has_plain(values: Iterable[Any]) -> bool:
-    return any(isinstance(v, torch.Tensor) and not isinstance(v, HDTensor) for v in values)
 
 
 @contextlib.contextmanager

@@ -169,7 +169,7 @@ def _is_nan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
 
     def run(x: Any, kw: Any) -> Any:
-        if in_backward() and torch.is_anomaly_check_nan_enabled():
+        if in_backward() and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             return func(x._local_tensor)
         return deduced(func, (x,), kw or {})(x, kw)
 
