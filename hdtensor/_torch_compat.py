@@ -43,6 +43,7 @@ __all__ = [
     "current_mesh",
     "decomposed",
     "dtensor_propagator",
+    "engine_takes_all",
     "extend_optimizers",
     "group_timeout",
     "in_backward",
@@ -59,6 +60,7 @@ __all__ = [
     "replaced_lbfgs_parts",
     "saved_tensor_hooks",
     "storage_of",
+    "use_count",
 ]
 
 #: ``new_wrapper(cls, local, spec, requires_grad)``: DTensor's constructor of a wrapper subclass in C++;
@@ -72,6 +74,9 @@ def observe_conversion(src: DTensorSpec, dst: DTensorSpec, text: Callable[[], st
     if getattr(ExplicitRedistributionContext._local, "_active", None) is not None:
         ExplicitRedistributionContext.observe_redistribution(src, dst, text())  # type: ignore[arg-type]
 
+
+#: ``use_count(tensor)``: how many others hold a tensor, all of Python counting as one.
+use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 #: ``is_profiled()``: whether torch's profiler is running, in 50 ns.
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
@@ -136,6 +141,17 @@ def node_in_backward() -> int | None:
     """Return the sequence number of the node that backward is at in this thread, None outside."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+@functools.cache
+def _stranger() -> Any:
+    """Return a node that no graph leads to."""
+    return torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True)).node
+
+
+def engine_takes_all() -> bool:
+    """Return whether the running backward is one for all leaves, not for those that somebody named."""
+    return torch._C._will_engine_execute_node(_stranger())
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:
