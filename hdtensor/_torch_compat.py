@@ -39,11 +39,11 @@ __all__ = [
     "abstract_mesh",
     "at_backward_end",
     "backward_id",
+    "backward_reaches",
     "change_outer_shape",
     "current_mesh",
     "decomposed",
     "dtensor_propagator",
-    "engine_takes_all",
     "extend_optimizers",
     "group_timeout",
     "in_backward",
@@ -143,15 +143,9 @@ def node_in_backward() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-@functools.cache
-def _stranger() -> Any:
-    """Return a node that no graph leads to."""
-    return torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True)).node
-
-
-def engine_takes_all() -> bool:
-    """Return whether the running backward is one for all leaves, not for those that somebody named."""
-    return torch._C._will_engine_execute_node(_stranger())
+def backward_reaches(node: Any) -> bool:
+    """Return whether the running backward goes on to this node of its graph; not if somebody asked for others only."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:

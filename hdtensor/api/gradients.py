@@ -27,7 +27,7 @@ from hdtensor.redistribute.resolve import resolve
 from hdtensor.redistribute.steps import (
     RedistributePlan,
 )
-from hdtensor.tensor import HDTensor
+from hdtensor.tensor import HDTensor, accumulated_grad
 
 
 class GradientSync:
@@ -106,7 +106,9 @@ class GradientSync:
         old = self._waiting.pop(id(parameter), None)
         if old is not None and parameter.grad is not None:
             parameter.grad = old + parameter.grad
-        grad = parameter.grad
+        grad = accumulated_grad(parameter)
+        if grad is None:  # the engine calls hooks, too, where no gradient came
+            return
         assert isinstance(grad, HDTensor), f"the gradient of an HDTensor is one, got {type(grad)}"
         if grad._spec.spec is not parameter._spec.spec:  # type: ignore[attr-defined]
             self._pending[id(parameter)] = parameter

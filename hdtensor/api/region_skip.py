@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hdtensor._torch_compat import engine_takes_all, new_wrapper, raw_apply
+from hdtensor._torch_compat import backward_reaches, new_wrapper, raw_apply
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.api.region_leaf import Places
 from hdtensor.api.region_nodes import Layout, flatten_result, replace_tensors
@@ -53,7 +54,13 @@ class Skipped:
             draw_key()
         held = tuple([out for out in outs if out is not None])
         made = _skip_node(
-            self, held, _autocasts(), len(self.inputs), *self.inputs, *self.places.parameters
+            self,
+            held,
+            _autocasts(),
+            len(self.inputs),
+            _anchor()[0],
+            *self.inputs,
+            *self.places.parameters,
         )
         following = iter(made if isinstance(made, tuple) else (made,))
         return self.layout.rebuild(
@@ -119,6 +126,7 @@ class _SkipNode(torch.autograd.Function):
         outs: tuple[BoundSpec, ...],
         autocasts: Sequence[Any],
         num_inputs: int,
+        anchor: torch.Tensor,
         *tensors: HDTensor,
     ) -> Any:
         ctx.set_materialize_grads(False)
@@ -130,17 +138,24 @@ class _SkipNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: HDTensor | None) -> Any:
-        skipped, needed = ctx.skipped, list(ctx.needs_input_grad[4:])
+        skipped, needed = ctx.skipped, list(ctx.needs_input_grad[5:])
         if torch.is_grad_enabled():
-            return (*[None] * 4, *skipped.differentiate(grads, needed, ctx.autocasts))
-        if engine_takes_all():
+            return (*[None] * 5, *skipped.differentiate(grads, needed, ctx.autocasts))
+        if backward_reaches(_anchor()[1]):
             # Parameters get their empty gradients when somebody looks at them.
             skipped.note()
             needed[ctx.num_inputs :] = [False] * (len(needed) - ctx.num_inputs)
-        return (*[None] * 4, *skipped.empty_gradients(needed))
+        return (*[None] * 5, *skipped.empty_gradients(needed))
 
 
 _skip_node = raw_apply(_SkipNode)
+
+
+@functools.cache
+def _anchor() -> tuple[torch.Tensor, Any]:
+    """Return a leaf that nobody can ask the gradient of, and its node; it never receives one."""
+    leaf = torch.empty(0, requires_grad=True)
+    return leaf, torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 def _empty(bound: BoundSpec, device: torch.device) -> HDTensor:

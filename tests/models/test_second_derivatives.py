@@ -196,3 +196,53 @@ def _fine_tune(rank, plan, num_plain, checkpoint):
 )
 def test_a_language_model_with_penalties_equals_one_device(plan, num_plain, checkpoint):
     run_world(_fine_tune, 4, PLANS[plan], num_plain, checkpoint)
+
+
+def _whole(value):
+    return value.detach().full_tensor() if isinstance(value, hd.HDTensor) else value.detach()
+
+
+def _ask(model, x, v):
+    """What torch offers to ask for gradients, of a model with regions: each answer by its name."""
+    parameters, answers = list(model.parameters()), {}
+
+    def loss_at(x):
+        return model(x).square().sum()
+
+    answers["grad"] = torch.autograd.grad(loss_at(x), parameters)
+    answers["some"] = torch.autograd.grad(loss_at(x), parameters[1:2])
+    assert all(p.grad is None for p in parameters)
+    loss_at(x).backward(inputs=parameters[:1])
+    assert [p.grad is None for p in parameters] == [False, *[True] * (len(parameters) - 1)]
+    answers["backward(inputs)"] = [parameters[0].grad]
+    model.zero_grad()
+    doubled = {name: (2 * p).detach() for name, p in model.named_parameters()}
+    answers["functional_call"] = [torch.func.functional_call(model, doubled, (x,))]
+    answers["hvp"] = [torch.autograd.functional.hvp(loss_at, x, v)[1]]
+    answers["vhp"] = [torch.autograd.functional.vhp(loss_at, x, v)[1]]
+    answers["func"] = [torch.func.grad(loss_at)(x.detach())]
+    answers["func twice"] = [
+        torch.func.grad(lambda x: (torch.func.grad(loss_at)(x) * v).sum())(x.detach())
+    ]
+    return answers
+
+
+def _ask_after_training(rank, plan):
+    reference, tested = Block(), hd.parallelize(Block(), strategy(*plan))
+    generator = torch.Generator().manual_seed(2)
+    own = [torch.randn(8, 8, generator=generator).double() for _ in range(2)]
+    cut = [hd.distribute_batch(tested, x) for x in own]
+    own[0].requires_grad_(), cut[0].requires_grad_()
+    for _ in range(4):
+        _train(reference, own[0]), _train(tested, cut[0])
+    reference.zero_grad(), tested.zero_grad()
+    expected = _ask(reference, *own)
+    for name, found in _ask(tested, *cut).items():
+        for a, b in zip(found, expected[name], strict=True):
+            torch.testing.assert_close(_whole(a), _whole(b), msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_may_be_asked_for_in_any_way_after_plain_steps(plan):
+    run_world(_ask_after_training, 4, PLANS[plan])
