@@ -53,15 +53,9 @@ class Skipped:
         for _ in range(self.layout.draws):
             draw_key()
         held = tuple([out for out in outs if out is not None])
-        made = _skip_node(
-            self,
-            held,
-            _autocasts(),
-            len(self.inputs),
-            _anchor()[0],
-            *self.inputs,
-            *self.places.parameters,
-        )
+        tensors = (*self.inputs, *self.places.parameters)
+        anchor = _anchor()[0] if any(x.requires_grad for x in tensors) else None
+        made = _skip_node(self, held, _autocasts(), len(self.inputs), anchor, *tensors)
         following = iter(made if isinstance(made, tuple) else (made,))
         return self.layout.rebuild(
             tuple([None if out is None else next(following) for out in outs])
@@ -126,7 +120,7 @@ class _SkipNode(torch.autograd.Function):
         outs: tuple[BoundSpec, ...],
         autocasts: Sequence[Any],
         num_inputs: int,
-        anchor: torch.Tensor,
+        anchor: torch.Tensor | None,
         *tensors: HDTensor,
     ) -> Any:
         ctx.set_materialize_grads(False)

@@ -1,5 +1,7 @@
 """Gradients of gradients: on any plan, whether modules run op by op, as a whole, or are skipped as a whole."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -116,6 +118,17 @@ def _squares(grads, parameters):
     return sum(g.square().sum() for g in homes)
 
 
+def _of_gradients(model, x):
+    """As ``_of_parameters``, of gradients that a backward left in their places."""
+    with warnings.catch_warnings():  # such gradients and their parameters refer to one another
+        warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+        model(x).square().sum().backward(create_graph=True)
+    parameters = list(model.parameters())
+    grads = [p.grad for p in parameters]
+    model.zero_grad()
+    return _squares(grads, parameters)
+
+
 def _change_over(rank, plan, model, num_plain):
     """Take plain steps, then penalties, then a plain step again."""
     reference, tested = model(), hd.parallelize(model(), strategy(*plan))
@@ -123,7 +136,7 @@ def _change_over(rank, plan, model, num_plain):
     own = _batch().requires_grad_()
     for step in range(num_plain + 1):
         if step == num_plain:
-            for loss_of in (_penalty, _of_parameters):
+            for loss_of in (_penalty, _of_parameters, _of_gradients):
                 expected, found = loss_of(reference, own), loss_of(tested, cut)
                 assert hd.item(found) == pytest.approx(expected.item(), rel=1e-12)
                 # A penalty with its loss: the graph of first gradients is passed again.
