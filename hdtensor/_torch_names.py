@@ -43,7 +43,7 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch._C._will_engine_execute_node",
         "whether a backward is for all leaves or for named tensors: what a skipped module answers",
-        "2.11-2.14",
+        "2.13-2.14",
     ),
     PrivateName(
         "torch.Tensor._use_count",
