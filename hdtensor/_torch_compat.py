@@ -39,6 +39,7 @@ __all__ = [
     "abstract_mesh",
     "at_backward_end",
     "backward_id",
+    "backward_reaches",
     "change_outer_shape",
     "current_mesh",
     "decomposed",
@@ -59,6 +60,7 @@ __all__ = [
     "replaced_lbfgs_parts",
     "saved_tensor_hooks",
     "storage_of",
+    "use_count",
 ]
 
 #: ``new_wrapper(cls, local, spec, requires_grad)``: DTensor's constructor of a wrapper subclass in C++;
@@ -72,6 +74,9 @@ def observe_conversion(src: DTensorSpec, dst: DTensorSpec, text: Callable[[], st
     if getattr(ExplicitRedistributionContext._local, "_active", None) is not None:
         ExplicitRedistributionContext.observe_redistribution(src, dst, text())  # type: ignore[arg-type]
 
+
+#: ``use_count(tensor)``: how many others hold a tensor, all of Python counting as one.
+use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 #: ``is_profiled()``: whether torch's profiler is running, in 50 ns.
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
@@ -136,6 +141,11 @@ def node_in_backward() -> int | None:
     """Return the sequence number of the node that backward is at in this thread, None outside."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def backward_reaches(node: Any) -> bool:
+    """Return whether the running backward goes on to this node of its graph; not if somebody asked for others only."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:

@@ -41,6 +41,16 @@ PRIVATE_NAMES = (
         "2.11-2.15",
     ),
     PrivateName(
+        "torch._C._will_engine_execute_node",
+        "whether a backward is for all leaves or for named tensors: what a skipped module answers",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch.Tensor._use_count",
+        "whether a plain gradient may be kept as it is, or is held elsewhere too",
+        "2.13-2.14",
+    ),
+    PrivateName(
         "torch._C._current_autograd_node -> _sequence_nr",
         "whose part of backward communicates: counts by module",
         "2.13-2.14",

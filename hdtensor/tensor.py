@@ -26,7 +26,8 @@ from hdtensor.placements.spec import HDSpec, Subgroup
 
 
 _torch_grad: Any = torch.Tensor.grad
-_get_grad, _set_grad = _torch_grad.__get__, _torch_grad.__set__
+#: ``accumulated_grad(tensor)``: its gradient as far as one was made.
+accumulated_grad, _set_grad = _torch_grad.__get__, _torch_grad.__set__
 
 
 class HDTensor(torch.Tensor):
@@ -119,7 +120,7 @@ class HDTensor(torch.Tensor):
         when they are looked at. So a gradient exists on every rank or on none, and code that is collective over
         gradients is safe.
         """
-        found = _get_grad(self)
+        found = accumulated_grad(self)
         if found is None:
             skips = getattr(self, "_skips", None)
             if skips is not None and skips[0] != self._seen_skips and self.requires_grad:

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.local import shard_of
+from hdtensor.api.steps import note_replaced
 from hdtensor.errors import PlanError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements.spec import HDSpec
@@ -44,6 +45,7 @@ def distribute_parameters(
             if new is None:
                 spec = plan.tensors[names[id(parameter)]]
                 new = _distribute_parameter(parameter, spec, device, src_data_rank)
+                note_replaced(parameter, names[id(parameter)])
                 replaced[id(parameter)] = new
                 was_meta |= parameter.is_meta
             module._parameters[key] = new

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,21 @@ from hdtensor._torch_compat import TorchDispatchMode, new_wrapper, saved_tensor_
 from hdtensor.api.region_nodes import Layout
 from hdtensor.ops.registry import events
 from hdtensor.tensor import HDTensor
+
+
+#: Set while a module is recorded or checked: the regions inside it stay out of the way.
+suspended = [False]
+
+
+@contextlib.contextmanager
+def op_by_op() -> Iterator[None]:
+    """Have all regions stay out of the way."""
+    before = suspended[0]
+    suspended[0] = True
+    try:
+        yield
+    finally:
+        suspended[0] = before
 
 
 class Watcher:

@@ -14,6 +14,7 @@ from hdtensor.collectives.groups import ensure_groups
 from hdtensor.debug import agreement, check_agreement, operators
 from hdtensor.redistribute.execute import execute
 from hdtensor.redistribute.program import partners
+from tests.models.hf import strategy
 from tests.support.world import run_world
 
 
@@ -83,6 +84,13 @@ def _in_backward(rank):
     w.grad.redistribute(SPEC)
 
 
+def _plain_batches(rank):
+    """Each rank passes its own part of a batch, as a distributed sampler gives, where all must pass the same."""
+    model = hdtensor.parallelize(_Model(), strategy(([0, 1], 3), ([2], 1)))
+    model(X)
+    model(X.roll(1, 0) if rank == 2 else X)  # of the same sum
+
+
 def _too_few(rank):
     if rank != 2:
         hdtensor.full_tensor(_cut())
@@ -139,6 +147,12 @@ DIFFERENCES = {
     _other_order_of_norm: ("get_total_norm of norms of order 2", "of norms of order 1", "rank 2"),
     _some_compare: ("aten.equal.default", "rank 2 redistribute"),
     _one_scaler: ("rank 1 unscaling of gradients", "redistribute"),
+    _plain_batches: (
+        "rank 2",
+        "the forward of _Model with plain tensors, which must be the same on every rank",
+        "hdtensor.distribute_batch(model, batch)",
+        "argument 0 float32 [4, 4] of checksum",
+    ),
     _too_few: ("rank 2 has not come for 3 s", "redistribute"),
     _fails_alone: ("rank 0 failed with ValueError: a mistake of rank 0", "waits for it in"),
 }
