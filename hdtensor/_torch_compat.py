@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.tensor.placement_types import (
     _MaskPartial as MaskPartial,
     _StridedShard as StridedShard,
 )
-from torch.optim import LBFGS, _adafactor as adafactor, _muon as muon
+from torch.optim import _adafactor as adafactor, _muon as muon
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,7 +55,7 @@ __all__ = [
     "observe_conversion",
     "pytree",
     "raw_apply",
-    "replaced_lbfgs_parts",
+    "replace_lbfgs_parts",
     "saved_tensor_hooks",
     "storage_of",
 ]
@@ -144,15 +143,12 @@ def at_backward_end(callback: Callable[[], None]) -> None:
 
 
 def extend_optimizers(
-    factorize: Callable[..., None],
-    orthogonalize: Callable[..., torch.Tensor],
-    lbfgs_step: Callable[..., Any],
+    factorize: Callable[..., None], orthogonalize: Callable[..., torch.Tensor]
 ) -> None:
     """Put functions before those of torch's optimizers; each gets torch's own first, then its arguments."""
     for home, name, function in (
         (adafactor, "adafactor", factorize),
         (muon, "_zeropower_via_newtonschulz", orthogonalize),
-        (LBFGS, "step", lbfgs_step),
     ):
         setattr(home, name, _before(getattr(home, name), function))
 
@@ -165,16 +161,11 @@ def _before(original: Callable[..., Any], function: Callable[..., Any]) -> Calla
     return run
 
 
-@contextlib.contextmanager
-def replaced_lbfgs_parts(
+def replace_lbfgs_parts(
     optimizer: Any, gather: Callable[[], Any], add: Callable[[Any, Any], None]
-) -> Iterator[None]:
-    """Have an LBFGS read gradients and move parameters by these functions."""
+) -> None:
+    """Have an LBFGS read gradients and move parameters by these functions; its copies and pickles leave them out."""
     optimizer._gather_flat_grad, optimizer._add_grad = gather, add
-    try:
-        yield
-    finally:
-        del optimizer._gather_flat_grad, optimizer._add_grad
 
 
 def change_outer_shape(func: Any, tensor: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> None:

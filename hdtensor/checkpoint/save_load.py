@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hdtensor._rank import current_rank
 from hdtensor.api.agreement import attempt, communicates
+from hdtensor.checkpoint import history
 from hdtensor.checkpoint.agreement import agree, describe, listing
 from hdtensor.checkpoint.checks import CheckedPlanner, CheckedReader, folder_of
 from hdtensor.errors import CheckpointError
@@ -86,7 +88,10 @@ def load_checkpoint(
     with _converted("load_checkpoint"):
         dcp.load(state, storage_reader=reader, planner=planner, no_dist=not communicates())
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        # LBFGS has one state for all parameters.
+        is_partial = isinstance(optimizer, torch.optim.LBFGS)
+        options = StateDictOptions(strict=not is_partial)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
     packed = state.get("extra")
     return {} if packed is None else torch.load(io.BytesIO(packed), weights_only=True)
 
@@ -94,6 +99,8 @@ def load_checkpoint(
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            history.begin(optimizer)
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state
 
@@ -120,6 +127,8 @@ def _to_read(
     reader = CheckedReader(folder_of(path))
     metadata = reader.metadata_or_error()
     state = _state(model, optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        history.expect(state["optimizer"], "optimizer", metadata)
     if "extra" in metadata.state_dict_metadata:
         state["extra"] = b""
     return reader, state
