@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._C import _disabled_torch_function_impl as no_torch_function
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -43,6 +44,7 @@ __all__ = [
     "decomposed",
     "dtensor_propagator",
     "extend_optimizers",
+    "extend_state_dicts",
     "group_timeout",
     "in_backward",
     "is_profiled",
@@ -146,19 +148,27 @@ def extend_optimizers(
     factorize: Callable[..., None], orthogonalize: Callable[..., torch.Tensor]
 ) -> None:
     """Put functions before those of torch's optimizers; each gets torch's own first, then its arguments."""
-    for home, name, function in (
-        (adafactor, "adafactor", factorize),
-        (muon, "_zeropower_via_newtonschulz", orthogonalize),
-    ):
-        setattr(home, name, _before(getattr(home, name), function))
+    _put_before(adafactor, "adafactor", factorize)
+    _put_before(muon, "_zeropower_via_newtonschulz", orthogonalize)
 
 
-def _before(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def extend_state_dicts(
+    gather: Callable[..., Any], distribute: Callable[..., None], broadcast: Callable[..., None]
+) -> None:
+    """Put functions before those by which torch's getters and setters of state dicts know whole tensors."""
+    _put_before(state_dicts, "_gather_state_dict", gather)
+    _put_before(state_dicts, "_distribute_state_dict", distribute)
+    _put_before(state_dicts, "_broadcast_state_dict", broadcast)
+
+
+def _put_before(home: Any, name: str, function: Callable[..., Any]) -> None:
+    original = getattr(home, name)
+
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
-    return run
+    setattr(home, name, run)
 
 
 def replace_lbfgs_parts(

@@ -132,6 +132,21 @@ PRIVATE_NAMES = (
         "2.11-2.14",
     ),
     PrivateName(
+        "torch.distributed.checkpoint.state_dict._gather_state_dict",
+        "whole tensors for the getters' `full_state_dict=True`",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch.distributed.checkpoint.state_dict._distribute_state_dict",
+        "shards for the setters'",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch.distributed.checkpoint.state_dict._broadcast_state_dict",
+        "the same with `broadcast_from_rank0=True`",
+        "2.13-2.14",
+    ),
+    PrivateName(
         "torch.optim._adafactor.adafactor",
         "Adafactor's step, matrix by matrix on one rank",
         "2.11-2.14",
