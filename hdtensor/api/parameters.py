@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import ParametrizationList
 
 from hdtensor._torch_compat import new_wrapper
@@ -47,18 +46,27 @@ def distribute_parameters(
                 replaced[id(parameter)] = new
                 was_meta |= parameter.is_meta
             module._parameters[key] = new
-    _distribute_parametrizations(model, src_data_rank)
+    _distribute_companions(model, src_data_rank)
     return was_meta
 
 
-def _distribute_parametrizations(model: nn.Module, src_data_rank: int | None) -> None:
-    """Put what a parametrization computes with (``spectral_norm``'s vectors) where the parameter is, whole on each rank."""
+def _distribute_companions(model: nn.Module, src_data_rank: int | None) -> None:
+    """Put buffers that go with a parameter where it is, whole on each rank.
+
+    These are what a parametrization computes with (``spectral_norm``'s vectors), and the running statistics of a batch norm,
+    which a rank outside would keep as they began.
+    """
     for module in model.modules():
-        original: Any = module._parameters.get("original")
-        if not isinstance(module, ParametrizationList) or not isinstance(original, HDTensor):
+        if isinstance(module, ParametrizationList):
+            parameter, inside = module._parameters.get("original"), list(module.modules())
+        elif isinstance(module, _BatchNorm):
+            parameter, inside = module._parameters.get("weight"), [module]
+        else:
             continue
-        whole = original.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
-        for inner in module.modules():
+        if not isinstance(parameter, HDTensor):
+            continue
+        whole = parameter.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
+        for inner in inside:
             for key, buffer in inner._buffers.items():
                 if buffer is None or isinstance(buffer, HDTensor) or buffer.is_meta:
                     continue
