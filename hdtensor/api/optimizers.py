@@ -11,10 +11,12 @@ needs no more than torch's hooks around a step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Replicate
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -22,6 +24,7 @@ from torch.optim.optimizer import (
 
 from hdtensor._torch_compat import extend_optimizers, new_wrapper
 from hdtensor.api import lbfgs
+from hdtensor.api.distribute import distribute_tensor
 from hdtensor.collectives import observe
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements.spec import HDSpec, Subgroup
@@ -106,10 +109,46 @@ def _back(local: torch.Tensor, like: HDTensor, home: HDSpec) -> HDTensor:
 def before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Have an LBFGS run over cut parameters; any other optimizer's step runs as it is."""
+    """Cut a state of one device that was loaded, and have an LBFGS run over cut parameters.
+
+    Any other step runs as it is. ``load_state_dict`` and pickles give an optimizer another ``state``, which tells when to look.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         return lbfgs.begin_step(optimizer, args, kwargs)
+    state = optimizer.state
+    if _seen.get(optimizer) is not state:
+        for parameter, values in state.items():
+            if isinstance(parameter, HDTensor) and isinstance(values, dict):
+                _cut_like(parameter, values)
+        _seen[optimizer] = state
     return None
+
+
+#: The ``state`` of each optimizer that was looked at.
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+
+
+def _cut_like(parameter: HDTensor, values: dict[str, Any]) -> None:
+    """Cut plain tensors of a parameter's shape as it is; factors, with dims of one, are whole where it lies.
+
+    Every rank has them whole. Steps are counted by plain numbers.
+    """
+    shape = parameter.shape
+    for key, value in values.items():
+        if not isinstance(value, torch.Tensor) or isinstance(value, HDTensor) or key == "step":
+            continue
+        spec, top_sizes = parameter.spec, parameter.top_sizes
+        if value.shape != shape:
+            if (
+                not value.ndim
+                or value.ndim != parameter.ndim
+                or any(a not in (1, b) for a, b in zip(value.shape, shape, strict=True))
+            ):
+                continue
+            spec, top_sizes = spec.replace(top=Replicate()).map_bottom(lambda _: Replicate()), None
+        values[key] = distribute_tensor(
+            value.detach(), spec, top_sizes=top_sizes, src_data_rank=None
+        )
 
 
 def after_step(
