@@ -158,7 +158,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "torch.optim.LBFGS._gather_flat_grad",
-        "LBFGS's vector, of which each rank holds its shards",
+        "how LBFGS reads gradients: as one `HDTensor`",
         "2.11-2.14",
     ),
     PrivateName("torch.optim.LBFGS._add_grad", "how LBFGS moves parameters along it", "2.11-2.14"),

@@ -49,7 +49,10 @@ def begin_step(optimizer: LBFGS, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     def evaluated(closure: Any) -> Any:
         def evaluate() -> Any:
             loss = closure()
-            return loss.detach().redistribute(vector.whole) if isinstance(loss, HDTensor) else loss
+            if not isinstance(loss, HDTensor):
+                return loss
+            value: Any = loss.detach()
+            return value.redistribute(vector.whole)
 
         return evaluate
 
@@ -63,7 +66,8 @@ def end_step(optimizer: LBFGS) -> None:
     params: list[Any] = optimizer.param_groups[0]["params"]
     if not any(isinstance(p, HDTensor) for p in params):
         return
-    state, even = optimizer.state[params[0]], vector_spec(range(_world_size()))
+    state: dict[str, Any] = optimizer.state[params[0]]
+    even = vector_spec(range(_world_size()))
 
     def settled(value: Any) -> Any:
         if not isinstance(value, HDTensor):
@@ -163,7 +167,7 @@ class _Vector:
                 if grad is None or not piece.tensor.numel():
                     parts.append(_local(piece.tensor).new_zeros(piece.numel, dtype=self.dtype))
                     continue
-                moved = self._wrapped(grad).reshape(piece.rows)
+                moved: Any = self._wrapped(grad).reshape(piece.rows)
                 moved = moved.redistribute(self.by_rows, top_sizes=self._extents(piece.sizes))
                 parts.append(_real(moved._local_tensor))
             rows = self._of_rows(torch.cat(parts), (self.numel,), self._lengths())
@@ -181,7 +185,7 @@ class _Vector:
                     continue
                 part = part.to(p.dtype.to_real())
                 part = torch.view_as_complex(part.view(-1, 2)) if p.is_complex() else part
-                moved = self._of_rows(part.reshape(piece.mine), piece.rows, piece.sizes)
+                moved: Any = self._of_rows(part.reshape(piece.mine), piece.rows, piece.sizes)
                 target = self._wrapped(p)
                 moved = (
                     moved.reshape(p.shape) if p.ndim else moved.redistribute(self.whole).reshape(())

@@ -113,6 +113,8 @@ def before_step(
 
     Any other step runs as it is. ``load_state_dict`` and pickles give an optimizer another ``state``, which tells when to look.
     """
+    if torch.compiler.is_compiling():  # nothing of this is for a graph
+        return None
     if isinstance(optimizer, torch.optim.LBFGS):
         return lbfgs.begin_step(optimizer, args, kwargs)
     state = optimizer.state

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import ParametrizationList
 
 from hdtensor._torch_compat import new_wrapper
@@ -17,6 +18,9 @@ from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements.spec import HDSpec
 from hdtensor.plan import ExpandedPlan
 from hdtensor.tensor import HDTensor
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
@@ -57,12 +61,11 @@ def _distribute_companions(model: nn.Module, src_data_rank: int | None) -> None:
     which a rank outside would keep as they began.
     """
     for module in model.modules():
-        if isinstance(module, ParametrizationList):
-            parameter, inside = module._parameters.get("original"), list(module.modules())
-        elif isinstance(module, _BatchNorm):
-            parameter, inside = module._parameters.get("weight"), [module]
-        else:
+        is_parametrization = isinstance(module, ParametrizationList)
+        if not is_parametrization and not isinstance(module, _BATCH_NORMS):
             continue
+        inside = list(module.modules())
+        parameter: Any = module._parameters.get("original" if is_parametrization else "weight")
         if not isinstance(parameter, HDTensor):
             continue
         whole = parameter.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())

@@ -23,7 +23,8 @@ def saved_groups(metadata: Metadata, name: str) -> list[dict[str, Any]]:
         metadata: The checkpoint's table of contents.
         name: Of the optimizer in it.
     """
-    prefix, found = f"{name}.param_groups.", {}
+    prefix = f"{name}.param_groups."
+    found: dict[int, dict[str, Any]] = {}
     for key, entry in metadata.state_dict_metadata.items():
         number, _, option = key.removeprefix(prefix).partition(".")
         if not key.startswith(prefix):
