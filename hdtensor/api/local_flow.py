@@ -14,6 +14,7 @@ from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.shards import term_gradient
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.registry import local_graphs
 from hdtensor.placements import checks
 from hdtensor.placements.spec import HDSpec, Subgroup
 from hdtensor.tensor import HDTensor
@@ -65,6 +66,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flow: Flow, *tensors: HDTensor) -> tuple[torch.Tensor, ...]:
         ctx.flow = flow
+        local_graphs[0] = True
         anchor = tensors[0]._local_tensor.new_empty(0)
         return anchor, *[t._local_tensor.view_as(t._local_tensor) for t in tensors]
 
@@ -111,6 +113,8 @@ def writes_seen(args: tuple[Any, ...], run: Callable[[], Results]) -> Callable[[
     Autograd counts writes into the ``HDTensor`` itself; uncounted, a backward that needs the old values would silently take
     the new ones.
     """
+
+    local_graphs[0] = True
 
     def seen() -> Results:
         tensors = [a for a in args if isinstance(a, HDTensor) and not a.is_inference()]

@@ -22,6 +22,7 @@ from hdtensor.api.points import Points
 from hdtensor.api.region_leaf import Places, local_of
 from hdtensor.api.shapes import LayoutRule
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.registry import local_graphs
 from hdtensor.ops.special.move import move
 from hdtensor.placements.spec import HDSpec
 from hdtensor.tensor import HDTensor
@@ -64,6 +65,7 @@ class _EnterNode(torch.autograd.Function):
         ctx.bounds = [_bound_as(x._spec, spec) for x, spec in zip(tensors, specs, strict=True)]
         ctx.homes = [x._spec.spec for x in tensors]
         ctx.is_leaf = tensors[0].is_leaf
+        local_graphs[0] = True
         plain = tuple([x._local_tensor.detach() for x in tensors])
         return plain if len(plain) > 1 else plain[0]
 

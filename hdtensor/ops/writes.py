@@ -16,7 +16,7 @@ from hdtensor.errors import DeductionError
 from hdtensor.ops.binding import check_writable
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.propagate import PROPAGATOR, ROW_RULES
-from hdtensor.ops.registry import call, is_hdtensor
+from hdtensor.ops.registry import call, is_hdtensor, local_graphs
 
 
 def counted(func: Any, handler: Any) -> Any:
@@ -32,17 +32,21 @@ def counted(func: Any, handler: Any) -> Any:
 
     def handle(args: tuple[Any, ...], kwargs: Any) -> Any:
         result = handler(args, kwargs)
+        if not local_graphs[0]:
+            return result
         values = [args[i] for i in positions if i < len(args)]
         if kwargs:
             values += [kwargs[name] for name in names if name in kwargs]
         touched: list[torch.Tensor] = []
         for value in values:
-            tensors = value if isinstance(value, list | tuple) else (value,)
-            for x in tensors:
-                if is_hdtensor(x) and x.is_local:
+            for x in value if isinstance(value, list | tuple) else (value,):
+                if is_hdtensor(x) and x._spec.index is not None:
                     touched.append(x._local_tensor)
-                    if is_hdtensor(x._base):  # a local view counts for itself only
-                        touched.append(x._base._local_tensor)
+                    base = x._base
+                    if base is not None and is_hdtensor(
+                        base
+                    ):  # a local view counts for itself only
+                        touched.append(base._local_tensor)
         if touched and type(touched[0]) is torch.Tensor:  # else traced: compilers count themselves
             increment_version(touched)
         return result
