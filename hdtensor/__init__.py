@@ -20,6 +20,7 @@ from hdtensor.api.local import from_dtensor, from_local
 from hdtensor.api.local_map import local_map
 from hdtensor.api.modules import distribute_module
 from hdtensor.api.parallelize import no_sync, parallelize, sync_gradients
+from hdtensor.checkpoint import full_state as _full_state  # noqa: F401 - extends torch's
 from hdtensor.checkpoint.gather import full_state_dict
 from hdtensor.checkpoint.hugging_face import load_hf, save_hf
 from hdtensor.checkpoint.save_load import load_checkpoint, save_checkpoint

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C import _disabled_torch_function_impl as no_torch_function
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.pipelining._backward import (
     stage_backward_input as backward_for_input,
@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import (
     _MaskPartial as MaskPartial,
     _StridedShard as StridedShard,
 )
-from torch.optim import LBFGS, _adafactor as adafactor, _muon as muon
+from torch.optim import _adafactor as adafactor, _muon as muon
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,11 +45,13 @@ __all__ = [
     "backward_for_input",
     "backward_for_weight",
     "backward_id",
+    "backward_reaches",
     "change_outer_shape",
     "current_mesh",
     "decomposed",
     "dtensor_propagator",
     "extend_optimizers",
+    "extend_state_dicts",
     "group_timeout",
     "in_backward",
     "is_profiled",
@@ -62,9 +64,10 @@ __all__ = [
     "observe_conversion",
     "pytree",
     "raw_apply",
-    "replaced_lbfgs_parts",
+    "replace_lbfgs_parts",
     "saved_tensor_hooks",
     "storage_of",
+    "use_count",
 ]
 
 #: ``new_wrapper(cls, local, spec, requires_grad)``: DTensor's constructor of a wrapper subclass in C++;
@@ -78,6 +81,9 @@ def observe_conversion(src: DTensorSpec, dst: DTensorSpec, text: Callable[[], st
     if getattr(ExplicitRedistributionContext._local, "_active", None) is not None:
         ExplicitRedistributionContext.observe_redistribution(src, dst, text())  # type: ignore[arg-type]
 
+
+#: ``use_count(tensor)``: how many others hold a tensor, all of Python counting as one.
+use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 #: ``is_profiled()``: whether torch's profiler is running, in 50 ns.
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
@@ -144,43 +150,48 @@ def node_in_backward() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def backward_reaches(node: Any) -> bool:
+    """Return whether the running backward goes on to this node of its graph; not if somebody asked for others only."""
+    return torch._C._will_engine_execute_node(node)
+
+
 def at_backward_end(callback: Callable[[], None]) -> None:
     """Have the autograd engine call ``callback`` once at the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def extend_optimizers(
-    factorize: Callable[..., None],
-    orthogonalize: Callable[..., torch.Tensor],
-    lbfgs_step: Callable[..., Any],
+    factorize: Callable[..., None], orthogonalize: Callable[..., torch.Tensor]
 ) -> None:
     """Put functions before those of torch's optimizers; each gets torch's own first, then its arguments."""
-    for home, name, function in (
-        (adafactor, "adafactor", factorize),
-        (muon, "_zeropower_via_newtonschulz", orthogonalize),
-        (LBFGS, "step", lbfgs_step),
-    ):
-        setattr(home, name, _before(getattr(home, name), function))
+    _put_before(adafactor, "adafactor", factorize)
+    _put_before(muon, "_zeropower_via_newtonschulz", orthogonalize)
 
 
-def _before(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def extend_state_dicts(
+    gather: Callable[..., Any], distribute: Callable[..., None], broadcast: Callable[..., None]
+) -> None:
+    """Put functions before those by which torch's getters and setters of state dicts know whole tensors."""
+    _put_before(state_dicts, "_gather_state_dict", gather)
+    _put_before(state_dicts, "_distribute_state_dict", distribute)
+    _put_before(state_dicts, "_broadcast_state_dict", broadcast)
+
+
+def _put_before(home: Any, name: str, function: Callable[..., Any]) -> None:
+    original = getattr(home, name)
+
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
-    return run
+    setattr(home, name, run)
 
 
-@contextlib.contextmanager
-def replaced_lbfgs_parts(
+def replace_lbfgs_parts(
     optimizer: Any, gather: Callable[[], Any], add: Callable[[Any, Any], None]
-) -> Iterator[None]:
-    """Have an LBFGS read gradients and move parameters by these functions."""
+) -> None:
+    """Have an LBFGS read gradients and move parameters by these functions; its copies and pickles leave them out."""
     optimizer._gather_flat_grad, optimizer._add_grad = gather, add
-    try:
-        yield
-    finally:
-        del optimizer._gather_flat_grad, optimizer._add_grad
 
 
 def change_outer_shape(func: Any, tensor: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> None:

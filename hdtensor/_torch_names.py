@@ -41,6 +41,16 @@ PRIVATE_NAMES = (
         "2.11-2.15",
     ),
     PrivateName(
+        "torch._C._will_engine_execute_node",
+        "whether a backward is for all leaves or for named tensors: what a skipped module answers",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch.Tensor._use_count",
+        "whether a plain gradient may be kept as it is, or is held elsewhere too",
+        "2.13-2.14",
+    ),
+    PrivateName(
         "torch._C._current_autograd_node -> _sequence_nr",
         "whose part of backward communicates: counts by module",
         "2.13-2.14",
@@ -132,6 +142,21 @@ PRIVATE_NAMES = (
         "2.11-2.14",
     ),
     PrivateName(
+        "torch.distributed.checkpoint.state_dict._gather_state_dict",
+        "whole tensors for the getters' `full_state_dict=True`",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch.distributed.checkpoint.state_dict._distribute_state_dict",
+        "shards for the setters'",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch.distributed.checkpoint.state_dict._broadcast_state_dict",
+        "the same with `broadcast_from_rank0=True`",
+        "2.13-2.14",
+    ),
+    PrivateName(
         "torch.optim._adafactor.adafactor",
         "Adafactor's step, matrix by matrix on one rank",
         "2.11-2.14",
@@ -143,7 +168,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "torch.optim.LBFGS._gather_flat_grad",
-        "LBFGS's vector, of which each rank holds its shards",
+        "how LBFGS reads gradients: as one `HDTensor`",
         "2.11-2.14",
     ),
     PrivateName("torch.optim.LBFGS._add_grad", "how LBFGS moves parameters along it", "2.11-2.14"),

@@ -19,13 +19,15 @@ from hdtensor.ops.bound import BoundSpec, bound_from_parts, kept_sizes
 from hdtensor.ops.dispatch import dispatch
 from hdtensor.ops.registry import changes, set_tensor_type
 from hdtensor.ops.special.move import move
+from hdtensor.ops.special.scalars import contains
 from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
 from hdtensor.placements.layout import owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
 
 
 _torch_grad: Any = torch.Tensor.grad
-_get_grad, _set_grad = _torch_grad.__get__, _torch_grad.__set__
+#: ``accumulated_grad(tensor)``: its gradient as far as one was made.
+accumulated_grad, _set_grad = _torch_grad.__get__, _torch_grad.__set__
 
 
 class HDTensor(torch.Tensor):
@@ -118,7 +120,7 @@ class HDTensor(torch.Tensor):
         when they are looked at. So a gradient exists on every rank or on none, and code that is collective over
         gradients is safe.
         """
-        found = _get_grad(self)
+        found = accumulated_grad(self)
         if found is None:
             skips = getattr(self, "_skips", None)
             if skips is not None and skips[0] != self._seen_skips and self.requires_grad:
@@ -300,6 +302,10 @@ class HDTensor(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         """Format a scalar's value, as torch does; ``item`` says where there is none."""
         return format(self.item(), format_spec) if format_spec and not self.ndim else str(self)
+
+    def __contains__(self, element: Any) -> bool:
+        """Return whether an element has this value, on every rank; all call it, as ``torch.equal``."""
+        return contains(self, element)
 
     def share_memory_(self) -> HDTensor:
         """Move this rank's local tensor to shared memory."""

@@ -270,8 +270,9 @@ def _everywhere(
     term = torch.tensor(
         [math.inf if problem is not None else _term(mine, order)], dtype=torch.float64
     ).to(groups.device_type())
+    ranks = tuple(range(dist.get_world_size()))
+    observe.announce(function, ranks, f"norms of order {order:g}")
     with observe.because(function):
-        ranks = tuple(range(dist.get_world_size()))
         observe.notify("all_reduce", ranks, term.nbytes, tier="world")
     dist.all_reduce(term, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM)
     found = term.item()

@@ -78,7 +78,7 @@ def distribute_tensor(
         local = shard_of(tensor, bound)
     else:
         with observe.because("distribute_tensor"), observe.profiled("distribute_tensor"):
-            local = _scatter(tensor, bound, src_data_rank)
+            local = scatter(tensor, bound, src_data_rank)
     return new_wrapper(HDTensor, local, bound, tensor.requires_grad)
 
 
@@ -110,8 +110,14 @@ def _bind(
     return bound
 
 
-def _scatter(tensor: torch.Tensor, bound: BoundSpec, source: int) -> torch.Tensor:
-    """Send every holder its shard from one rank."""
+def scatter(tensor: torch.Tensor, bound: BoundSpec, source: int) -> torch.Tensor:
+    """Return this rank's shard of a tensor that one rank has whole; every rank of the world calls it.
+
+    Args:
+        tensor: The whole tensor on the source; elsewhere its device counts.
+        bound: How it is cut.
+        source: The global rank.
+    """
     rank = current_rank()
     if rank == source:
         sends = {}

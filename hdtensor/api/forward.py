@@ -12,13 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.changes import Upkeep
 from hdtensor.api.collect import full_tensor
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.implicit import implicit_replication
+from hdtensor.collectives import observe
 from hdtensor.errors import PlanError
 from hdtensor.plan import ExpandedPlan
 from hdtensor.tensor import HDTensor
@@ -61,6 +64,8 @@ def accept_plain(model: nn.Module, state: State, reinstall: Callable[[], None]) 
                 "with hdtensor.pipeline.Runner(model, plan).step(batch), or use a plan of one stage in each pipeline and "
                 "zero 0."
             )
+        if observe.listeners and not state.depth:
+            _announce_plain(model, args, kwargs)
         state.depth += 1
         state.wants_router_logits = _wants_router_logits(model, kwargs)
         try:
@@ -72,6 +77,39 @@ def accept_plain(model: nn.Module, state: State, reinstall: Callable[[], None]) 
             state.depth -= 1
 
     model.forward = accepting
+
+
+def _announce_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell who listens of the plain tensors among a forward's arguments, which must be the same on every rank."""
+    if not communicates():
+        return
+    named = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+    facts = "; ".join(text for name, value in named.items() for text in _plain_in(name, value))
+    if facts:
+        observe.announce(
+            f"the forward of {type(model).__name__} with plain tensors, which must be the same on every rank "
+            f"(hdtensor.distribute_batch(model, batch) cuts a batch),",
+            range(dist.get_world_size()),
+            facts,
+        )
+
+
+def _plain_in(name: str, value: Any) -> list[str]:
+    if isinstance(value, tuple | list):
+        return [text for i, v in enumerate(value) for text in _plain_in(f"{name}[{i}]", v)]
+    if isinstance(value, dict):
+        return [text for k, v in value.items() for text in _plain_in(f"{name}[{k!r}]", v)]
+    if not isinstance(value, torch.Tensor) or isinstance(value, HDTensor | DTensor):
+        return []
+    return [f"{name} {str(value.dtype)[6:]} {list(value.shape)} of checksum {_checksum(value)}"]
+
+
+def _checksum(value: torch.Tensor) -> str:
+    """Return a number that depends on every value and on its place."""
+    numbers = torch.view_as_real(value) if value.is_complex() else value
+    numbers = numbers.detach().double().flatten()
+    weights = torch.arange(numbers.numel(), device=numbers.device) % 8191 + 1
+    return f"{float((numbers * weights).sum()):.17g}"
 
 
 def _wants_router_logits(model: nn.Module, kwargs: dict[str, Any]) -> bool:

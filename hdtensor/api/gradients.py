@@ -20,6 +20,7 @@ from hdtensor.collectives import observe
 from hdtensor.errors import PlanError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import wrap
+from hdtensor.ops.special.move import move
 from hdtensor.placements import HDSpec, checks
 from hdtensor.placements.layout import contiguous_stride
 from hdtensor.redistribute.execute import execute_many
@@ -27,7 +28,7 @@ from hdtensor.redistribute.resolve import resolve
 from hdtensor.redistribute.steps import (
     RedistributePlan,
 )
-from hdtensor.tensor import HDTensor
+from hdtensor.tensor import HDTensor, accumulated_grad
 
 
 class GradientSync:
@@ -36,14 +37,13 @@ class GradientSync:
     Attributes:
         parameters: In registration order, the order in which collectives are launched on every rank.
         enabled: False inside ``no_sync``.
-        wants_all: Whether it is told of gradients that are home already, too.
+        is_deferred: Whether the last backward was inside of it, and nobody asked for the gradients since.
     """
-
-    wants_all = False
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.parameters: list[torch.Tensor] = []
         self.enabled = True
+        self.is_deferred = False
         self._pending: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, torch.Tensor] = {}
         self._backward: int | None = None  # the backward at whose end ``flush`` is called
@@ -109,7 +109,9 @@ class GradientSync:
         old = self._waiting.pop(id(parameter), None)
         if old is not None and parameter.grad is not None:
             parameter.grad = old + parameter.grad
-        grad = parameter.grad
+        grad = accumulated_grad(parameter)
+        if grad is None:  # the engine calls hooks, too, where no gradient came
+            return
         assert isinstance(grad, HDTensor), f"the gradient of an HDTensor is one, got {type(grad)}"
         if grad._spec.spec is not parameter._spec.spec:  # type: ignore[attr-defined]
             self._pending[id(parameter)] = parameter
@@ -119,6 +121,7 @@ class GradientSync:
         """Have what is pending brought home by this backward, which may bring no more of it to this rank: one that skips
         a module now may have earlier taken its part in it, inside of ``no_sync``.
         """
+        self.is_deferred = not self.enabled
         if self.enabled and self._pending:
             self._queue()
 
@@ -133,19 +136,29 @@ class GradientSync:
         self._backward = None
         if not self.enabled:
             return
-        pending = [
+        self.is_deferred = False
+        pending: list[Any] = [
             self._pending[i] for i in sorted(self._pending, key=lambda i: self._order.get(i, -1))
         ]
         self._pending.clear()
-        work = [(p, gradient_plan(p.grad._spec, p._spec)) for p in pending if p.grad is not None]  # type: ignore[attr-defined]
+        work = []
         with observe.because("gradients"), observe.profiled("gradient_sync"):
+            for parameter in pending:
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                if not grad.requires_grad:
+                    work.append((parameter, gradient_plan(grad._spec, parameter._spec)))
+                    continue
+                with torch.enable_grad():  # backward(create_graph=True): the sum has a history too
+                    parameter.grad = move(grad, parameter.spec, parameter.top_sizes, reverse=True)
             moved = execute_many(
                 [plan for _, plan in work],
-                [p.grad._local_tensor for p, _ in work],  # type: ignore[union-attr]
+                [p.grad._local_tensor for p, _ in work],
                 donate=True,
             )
         for (parameter, _), local in zip(work, moved, strict=True):
-            parameter.grad = wrap(local, _home(parameter._spec, parameter.grad.dtype))  # type: ignore[attr-defined,union-attr]
+            parameter.grad = wrap(local, _home(parameter._spec, parameter.grad.dtype))
 
 
 def gradient_plan(grad: BoundSpec, parameter: BoundSpec) -> RedistributePlan:

@@ -1,183 +1,235 @@
-"""LBFGS over shards: torch's own steps on a vector of which each rank holds the elements of its shards.
+"""LBFGS over cut parameters: torch's own steps on one vector, an ``HDTensor`` of all elements, cut evenly over all ranks.
 
-All that the steps decide by are the loss and sums and maxima over the vector. These are collectives of one number over
-all ranks, so every rank decides alike, one that holds nothing too. The history is cut as the parameters are.
+Every rank of the world holds a part, so every rank reads the sums and maxima that the steps decide by, one that holds no
+parameter too. A vector is made of gradients, and parameters move along one, by way of whole rows::
+
+    parameters            rows, each on the rank where it begins       even: torch's order, torch.chunk's cut
+    w (3, 4), b (2,)  ->  0: w[0:2]   1: w[2:3] b[0:2]            ->   0: 0..6   1: 7..13
+
+So the history is in torch's own form: it is saved, switched and loaded as any ``HDTensor``, also from one device.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
+from torch.optim import LBFGS
 
 from hdtensor._rank import current_rank
-from hdtensor._torch_compat import replaced_lbfgs_parts
+from hdtensor._torch_compat import new_wrapper, replace_lbfgs_parts
 from hdtensor.api.agreement import communicates
-from hdtensor.api.clip import counts_elements
-from hdtensor.api.collect import item
-from hdtensor.collectives import groups, observe
+from hdtensor.api.distribute import distribute_tensor
+from hdtensor.api.local import prepare_groups
+from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.placements.spec import HDSpec, Subgroup
 from hdtensor.tensor import HDTensor
 
 
-class FlatShards(torch.Tensor):
-    """The elements of all parameters, of which this rank has those of its shards, first those that it counts.
+def begin_step(optimizer: LBFGS, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Have a step run on vectors of all ranks; return what ``step`` is called with instead, None for plain parameters.
 
-    Sums, maxima and products of two vectors are over all ranks and alike on all; every rank calls them.
-
-    Attributes:
-        num_counted: How many elements no rank before this one holds.
-        cuts: How all parameters are cut.
+    Raises:
+        DeductionError: On every rank, if the history is of other parameters.
     """
-
-    num_counted: int
-    cuts: tuple[Any, ...]
-
-    @staticmethod
-    def of(pieces: Sequence[torch.Tensor], num_counted: int, cuts: tuple[Any, ...]) -> FlatShards:
-        """Join pieces."""
-        return _flat(torch.cat([*pieces]), num_counted, cuts)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = next((a for a in args if isinstance(a, FlatShards)), None)
-        plain = [a.as_subclass(torch.Tensor) if isinstance(a, FlatShards) else a for a in args]
-        if first is None:
-            return func(*args, **(kwargs or {}))
-        if func in _OVER_RANKS and len(args) == (2 if func is torch.Tensor.dot else 1):
-            return _over_ranks(func, [a[: first.num_counted] for a in plain])
-        if func is torch.Tensor.__reduce_ex__:
-            raise DeductionError(
-                "LBFGS's history is cut as the parameters are, and can neither be saved nor moved: pass the model alone, and "
-                "begin anew (optimizer.state.clear()). Within the program state_dict() keeps it."
-            )
-        out = func(*plain, **(kwargs or {}))
-        is_vector = type(out) is torch.Tensor and out.shape == plain[0].shape
-        return _flat(out, first.num_counted, first.cuts) if is_vector else out
-
-
-def _flat(tensor: torch.Tensor, num_counted: int, cuts: tuple[Any, ...]) -> FlatShards:
-    flat = tensor.as_subclass(FlatShards)
-    flat.num_counted, flat.cuts = num_counted, cuts
-    return flat
-
-
-_OVER_RANKS = (torch.Tensor.dot, torch.Tensor.max, torch.Tensor.sum)
-
-
-def _over_ranks(func: Any, counted: list[torch.Tensor]) -> torch.Tensor:
-    """Reduce what each rank counts; every rank adds up the same numbers in the same order."""
-    first = counted[0]
-    if first.numel():
-        mine = func(*counted).double()
-    else:
-        mine = first.new_tensor(-torch.inf if func is torch.Tensor.max else 0.0).double()
-    if not communicates():
-        return mine.to(first.dtype)
-    size, rank = dist.get_world_size(), current_rank()
-    # A row for each rank; of bytes, since a sum would make nan of an infinity.
-    terms = torch.zeros(size, dtype=torch.float64)
-    terms[rank] = mine
-    words = terms.view(torch.int64).to(groups.device_type())
-    with observe.because("LBFGS"):
-        observe.notify("all_reduce", tuple(range(size)), words.nbytes, tier="world")
-    dist.all_reduce(words)
-    parts = words.cpu().view(torch.float64)
-    total = (
-        parts.max() if func is torch.Tensor.max else sum(parts.unbind(), torch.zeros(()).double())
-    )
-    return total.to(first)
-
-
-def step_over_shards(original: Callable[..., Any], optimizer: Any, closure: Any) -> Any:
-    """Take a step of LBFGS; return the loss before it, as the closure gave it."""
     params: list[Any] = optimizer.param_groups[0]["params"]
     if not any(isinstance(p, HDTensor) for p in params):
-        return original(optimizer, closure)
-    shards = _Shards(params)
-    shards.check(optimizer.state[params[0]])
-    losses: list[Any] = []
+        return None
+    vector = _Vector(params)
+    vector.adopt(optimizer.state[params[0]])
+    replace_lbfgs_parts(optimizer, vector.gradient, vector.add)
 
-    def evaluate() -> float:
-        loss = closure()
-        if not losses:
-            losses.append(loss)
-        value: Any = item(loss) if isinstance(loss, HDTensor) else loss
-        return float(value)
+    def evaluated(closure: Any) -> Any:
+        def evaluate() -> Any:
+            loss = closure()
+            if not isinstance(loss, HDTensor):
+                return loss
+            value: Any = loss.detach()
+            return value.redistribute(vector.whole)
 
-    with replaced_lbfgs_parts(optimizer, shards.gradient, shards.add):
-        original(optimizer, evaluate)
-    return losses[0]
+        return evaluate
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": evaluated(kwargs["closure"])}
+    return (args[0], *map(evaluated, args[1:2]), *args[2:]), kwargs
 
 
-class _Shards:
-    """All parameters as one vector on this rank."""
+def end_step(optimizer: LBFGS) -> None:
+    """Leave no sum pending in the history, and numbers as plain ones, alike on all ranks, as torch keeps them."""
+    params: list[Any] = optimizer.param_groups[0]["params"]
+    if not any(isinstance(p, HDTensor) for p in params):
+        return
+    state: dict[str, Any] = optimizer.state[params[0]]
+    even = vector_spec(range(_world_size()))
 
-    def __init__(self, params: list[Any]) -> None:
-        self.params = params
-        self.cuts = tuple(_cut_of(p) for p in params)
-        rank, is_alone = current_rank(), not communicates()
+    def settled(value: Any) -> Any:
+        if not isinstance(value, HDTensor):
+            return value
+        return value.redistribute(even) if value.ndim else value.full_tensor()
 
-        @functools.cache
-        def counts(spec: Any) -> bool:
-            return counts_elements("LBFGS", spec, rank, is_alone)
+    for key, value in state.items():
+        state[key] = [settled(v) for v in value] if isinstance(value, list) else settled(value)
 
-        kinds: list[Any] = [p.spec if isinstance(p, HDTensor) else type(p) for p in params]
-        counted = [counts(kind) for kind in kinds]
-        self.order = sorted(range(len(params)), key=lambda i: not counted[i])
-        self.num_counted = sum(
-            _elements(p).numel()
-            for p, is_counted in zip(params, counted, strict=True)
-            if is_counted
-        )
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Refuse a history of parameters that were cut otherwise.
+def _world_size() -> int:
+    return dist.get_world_size() if communicates() else 1
+
+
+def vector_spec(ranks: Iterable[int]) -> HDSpec:
+    """Return how a vector is cut: evenly over the ranks."""
+    return HDSpec([Subgroup(tuple(ranks), (Shard(0),))])
+
+
+class _Piece(NamedTuple):
+    """What the vector has of one parameter.
+
+    Attributes:
+        tensor: The parameter.
+        rows: Its shape; of a scalar (1,).
+        sizes: How many rows each rank has on the way.
+        mine: The shape of this rank's rows.
+        numel: Real elements among them.
+    """
+
+    tensor: Any
+    rows: tuple[int, ...]
+    sizes: tuple[int, ...]
+    mine: tuple[int, ...]
+    numel: int
+
+
+class _Vector:
+    """All parameters as one vector.
+
+    Attributes:
+        even: Its spec, on every rank of the world.
+        whole: The spec of a number on every rank.
+    """
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        size, rank = _world_size(), current_rank()
+        self.even = vector_spec(range(size))
+        self.whole = HDSpec([Subgroup(tuple(range(size)))])
+        self.by_rows = HDSpec([Subgroup((r,)) for r in range(size)], Shard(0))
+        numels = [_real_numel(p) for p in params]
+        self.numel = sum(numels)
+        chunk = -(-self.numel // size)
+        self.pieces = []
+        starts = itertools.accumulate(numels, initial=0)
+        for p, numel, start in zip(params, numels, starts, strict=False):
+            rows = tuple(p.shape) or (1,)
+            width = numel // rows[0] if numel else 1
+            # A row is where its first element is; the last rank has all that is left.
+            cuts = [min(max(-((start - r * chunk) // width), 0), rows[0]) for r in range(size)]
+            sizes = tuple(b - a for a, b in itertools.pairwise([*cuts, rows[0]]))
+            mine = (sizes[rank], *rows[1:])
+            here = math.prod(mine) * (2 if p.is_complex() else 1)
+            self.pieces.append(_Piece(p, rows, sizes, mine, here))
+        self.dtype = torch.cat([_real(_local(p))[:0] for p in params]).dtype
+        prepare_groups(self.even, self.whole, self.by_rows)
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Bring a history that was loaded, or made under another plan, to this cut.
 
         Raises:
             DeductionError: On every rank.
         """
-        known = state.get("d")
-        if known is not None and getattr(known, "cuts", None) != self.cuts:
+        for key in ("d", "prev_flat_grad"):
+            if state.get(key) is not None:
+                state[key] = self._adopted(key, state[key])
+        for key in ("old_dirs", "old_stps"):
+            if state.get(key):
+                state[key] = [self._adopted(key, v) for v in state[key]]
+
+    def _adopted(self, key: str, known: torch.Tensor) -> HDTensor:
+        if tuple(known.shape) != (self.numel,):
             raise DeductionError(
-                "LBFGS's history was made while the parameters were cut in another way, or on one device, and cannot "
-                "follow them. Begin anew: optimizer.state.clear()."
+                f"LBFGS's {key} has shape {tuple(known.shape)}, but the parameters have {self.numel} elements: the history "
+                f"is of other parameters. Load that of these, or begin anew: optimizer.state.clear()."
             )
+        if isinstance(known, HDTensor):
+            return known.redistribute(self.even)
+        return distribute_tensor(known.detach(), self.even, src_data_rank=None)
 
-    def gradient(self) -> FlatShards:
+    def gradient(self) -> HDTensor:
         """Return the gradients, zeros where a parameter has none."""
-        pieces = []
-        for i in self.order:
-            p = self.params[i]
-            grad = p.grad
-            if isinstance(p, HDTensor) and grad is not None:
-                grad = grad.redistribute(p.spec, top_sizes=p.top_sizes)
-            pieces.append(
-                _elements(p).new_zeros(_elements(p).numel()) if grad is None else _elements(grad)
-            )
-        return FlatShards.of([piece.reshape(-1) for piece in pieces], self.num_counted, self.cuts)
+        parts = []
+        with observe.because("LBFGS"):
+            for piece in self.pieces:
+                grad = piece.tensor.grad
+                if grad is None or not piece.tensor.numel():
+                    parts.append(_local(piece.tensor).new_zeros(piece.numel, dtype=self.dtype))
+                    continue
+                moved: Any = self._wrapped(grad).reshape(piece.rows)
+                moved = moved.redistribute(self.by_rows, top_sizes=self._extents(piece.sizes))
+                parts.append(_real(moved._local_tensor))
+            rows = self._of_rows(torch.cat(parts), (self.numel,), self._lengths())
+            return rows.redistribute(self.even)
 
-    def add(self, step_size: Any, update: FlatShards) -> None:
+    def add(self, step_size: Any, update: HDTensor) -> None:
         """Move all parameters along a direction."""
-        offset, flat = 0, update.as_subclass(torch.Tensor)
-        for i in self.order:
-            elements = _elements(self.params[i])
-            end = offset + elements.numel()
-            elements.add_(flat[offset:end].view_as(elements), alpha=step_size)
-            offset = end
-        # What is written to inside a wrapper counts as written to the wrapper.
-        torch.autograd.graph.increment_version(self.params)
+        step_size = float(step_size)
+        with observe.because("LBFGS"):
+            rows = update.redistribute(self.by_rows, top_sizes=self._extents(self._lengths()))
+            parts = rows._local_tensor.split([piece.numel for piece in self.pieces])
+            for piece, part in zip(self.pieces, parts, strict=True):
+                p = piece.tensor
+                if not p.numel():
+                    continue
+                part = part.to(p.dtype.to_real())
+                part = torch.view_as_complex(part.view(-1, 2)) if p.is_complex() else part
+                moved: Any = self._of_rows(part.reshape(piece.mine), piece.rows, piece.sizes)
+                target = self._wrapped(p)
+                moved = (
+                    moved.reshape(p.shape) if p.ndim else moved.redistribute(self.whole).reshape(())
+                )
+                target.add_(
+                    moved.redistribute(target.spec, top_sizes=target.top_sizes), alpha=step_size
+                )
+
+    def _wrapped(self, tensor: Any) -> HDTensor:
+        """Return the tensor; a plain one, which every rank has, as a wrapper around its memory."""
+        if isinstance(tensor, HDTensor):
+            return tensor
+        bound = BoundSpec.bind(self.whole, tensor.shape, tensor.stride(), tensor.dtype)
+        return new_wrapper(HDTensor, tensor.detach(), bound, False)
+
+    def _of_rows(
+        self, local: torch.Tensor, shape: tuple[int, ...], sizes: Sequence[int]
+    ) -> HDTensor:
+        bound = BoundSpec.bind(self.by_rows, shape, None, local.dtype, self._extents(sizes))
+        return new_wrapper(HDTensor, local, bound, False)
+
+    def _lengths(self) -> tuple[int, ...]:
+        """Return how many elements each rank has on the way."""
+        return tuple(
+            sum(
+                piece.sizes[r]
+                * (_real_numel(piece.tensor) // piece.rows[0] if piece.rows[0] else 0)
+                for piece in self.pieces
+            )
+            for r in range(len(self.pieces[0].sizes))
+        )
+
+    def _extents(self, sizes: Sequence[int]) -> Sequence[int] | None:
+        return sizes if len(sizes) > 1 else None  # one subgroup has no top cut
 
 
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the real elements that this rank holds of a tensor: a view."""
-    local = tensor._local_tensor if isinstance(tensor, HDTensor) else tensor.detach()
-    return torch.view_as_real(local) if local.is_complex() else local
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, HDTensor) else tensor.detach()
 
 
-def _cut_of(tensor: torch.Tensor) -> Any:
-    where = (tensor.spec, tensor.top_sizes) if isinstance(tensor, HDTensor) else None
-    return tuple(tensor.shape), where
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+
+
+def _real_numel(tensor: torch.Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)

@@ -26,6 +26,7 @@ from hdtensor.api.shards import (
 from hdtensor.collectives import groups
 from hdtensor.errors import DisagreementError, SpecError
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.registry import local_graphs
 from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
 from hdtensor.placements.layout import owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
@@ -150,6 +151,7 @@ def _from_local(
         whole = said()
         bound = _alone(local, whole.spec) if whole.shape is None else whole.bind(local.dtype)
     prepare_groups(bound.spec)
+    local_graphs[0] = True
     if bound.index is None:
         grad = local.requires_grad if members_need_grad is None else members_need_grad
         local = local.detach().new_empty(0, dtype=bound.dtype).requires_grad_(grad)

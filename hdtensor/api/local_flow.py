@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.shards import term_gradient
+from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.registry import local_graphs
+from hdtensor.placements import checks
+from hdtensor.placements.spec import HDSpec, Subgroup
 from hdtensor.tensor import HDTensor
+
+
+Results = TypeVar("Results")
 
 
 class Flow:
@@ -56,6 +66,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flow: Flow, *tensors: HDTensor) -> tuple[torch.Tensor, ...]:
         ctx.flow = flow
+        local_graphs[0] = True
         anchor = tensors[0]._local_tensor.new_empty(0)
         return anchor, *[t._local_tensor.view_as(t._local_tensor) for t in tensors]
 
@@ -94,3 +105,71 @@ class _Leave(torch.autograd.Function):
 def is_differentiable(dtype: torch.dtype) -> bool:
     """Return whether tensors of the dtype have gradients."""
     return dtype.is_floating_point or dtype.is_complex
+
+
+def writes_seen(args: tuple[Any, ...], run: Callable[[], Results]) -> Callable[[], Results]:
+    """Return ``run`` such that autograd learns what it writes into the local tensors of ``HDTensor``s among ``args``.
+
+    Autograd counts writes into the ``HDTensor`` itself; uncounted, a backward that needs the old values would silently take
+    the new ones.
+    """
+
+    local_graphs[0] = True
+
+    def seen() -> Results:
+        tensors = [a for a in args if isinstance(a, HDTensor) and not a.is_inference()]
+        before = [t._local_tensor._version for t in tensors]
+        results = run()
+        for tensor, version in zip(tensors, before, strict=True):
+            if tensor._local_tensor._version != version:
+                torch.autograd.graph.increment_version(tensor)
+        return results
+
+    return seen
+
+
+def gradient_spec(i: int, bound: BoundSpec, outs: list[HDSpec]) -> HDSpec:
+    """Return how the local gradients of an argument make the whole one.
+
+    Args:
+        i: The argument's position, for the error.
+        bound: Its layout.
+        outs: The results' specs.
+
+    Raises:
+        SpecError: If the layouts do not tell.
+    """
+    spec = bound.spec
+    top = spec.top
+    if spec.num_subgroups > 1:
+        top = _gradient_placement(i, bound, top, [o.top for o in outs])
+    groups = []
+    for index, group in enumerate(spec.subgroups):
+        placements = [
+            placement
+            if size == 1
+            else _gradient_placement(
+                i, bound, placement, [o.subgroups[index].placements[axis] for o in outs]
+            )
+            for axis, (placement, size) in enumerate(
+                zip(group.placements, group.mesh_shape, strict=True)
+            )
+        ]
+        groups.append(Subgroup(group.ranks, placements, group.mesh_shape))
+    return HDSpec(groups, top, spec.top_ratio if checks.is_cut(top) else None)
+
+
+def _gradient_placement(
+    i: int, bound: BoundSpec, placement: Placement, outs: list[Placement]
+) -> Placement:
+    if isinstance(placement, Partial):
+        return Replicate()
+    are_whole = {isinstance(out, Replicate) for out in outs}
+    if checks.is_cut(placement) or are_whole <= {True}:
+        return placement
+    if are_whole == {False}:
+        return Partial()
+    raise SpecError(
+        f"local_map: argument {i} ({bound}) is replicated where some results are whole and others cut or pending, so "
+        f"that its local gradients are neither whole nor terms. Pass in_grad_specs, or map the results one by one."
+    )

@@ -7,17 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor.api.agreement import attempt, communicates, exchange
-from hdtensor.api.local_flow import Flow, is_differentiable
+from hdtensor.api.local_flow import Flow, gradient_spec, is_differentiable, writes_seen
 from hdtensor.api.shards import LocalShard, Whole, agreed_layout, memory_order
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec, normalized
 from hdtensor.ops.registry import events, moves
 from hdtensor.placements import checks
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
 from hdtensor.placements.text import as_spec
 from hdtensor.tensor import HDTensor
 
@@ -67,6 +65,11 @@ def local_map(
             than declared.
     """
     is_single = out_specs is None or isinstance(out_specs, HDSpec | str | int)
+    if not is_single and not isinstance(out_specs, list | tuple):
+        raise SpecError(
+            f"out_specs is for one result a spec, the number of a positional argument or None, for several a tuple of "
+            f"these; got {out_specs!r}."
+        )
     outs = [out_specs] if is_single else list(out_specs)  # type: ignore[arg-type]
     return _LocalMap(
         function,
@@ -81,7 +84,7 @@ def local_map(
 def _as_specs(specs: Sequence[HDSpec | str | None] | None) -> list[HDSpec | None] | None:
     if specs is None:
         return None
-    if isinstance(specs, HDSpec | str):
+    if not isinstance(specs, list | tuple):
         raise SpecError(f"give one spec for each positional argument, in a list, got {specs!r}.")
     return [None if spec is None else as_spec(spec) for spec in specs]
 
@@ -104,7 +107,12 @@ class _Declared:
         """Return shape and dtype of each result, None where nothing is declared."""
         shapes = self.shapes(*args) if callable(self.shapes) else self.shapes
         shapes = self._each("out_shapes", shapes, num)
-        return list(zip(shapes, self._each("out_dtypes", self.dtypes, num), strict=True))
+        dtypes = self._each("out_dtypes", self.dtypes, num)
+        if not all(d is None or isinstance(d, torch.dtype) for d in dtypes):
+            raise SpecError(
+                f"out_dtypes must hold a torch.dtype or None for each result, got {dtypes}."
+            )
+        return list(zip(shapes, dtypes, strict=True))
 
     def _each(self, name: str, values: Any, num: int) -> list[Any]:
         if values is None:
@@ -136,10 +144,20 @@ class _LocalMap:
         self.__wrapped__ = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, HDTensor) for value in kwargs.values()):
-            raise SpecError("local_map takes HDTensors as positional arguments only.")
+        beside = [a for a in args if not isinstance(a, HDTensor)]
+        if any(map(_holds_hdtensor, [*beside, *kwargs.values()])):
+            raise SpecError(
+                "local_map takes HDTensors as positional arguments only, not by name, nor in lists, tuples or dicts. Pass "
+                "each as an argument of its own: local_map(lambda x, *rest: function(x, list(rest)), ...)(x, *rest)."
+            )
         if not any(isinstance(a, HDTensor) for a in args):
             return self.function(*args, **kwargs)
+        for i, value in enumerate(args):
+            if not isinstance(value, HDTensor) and _needs_gradient(value):
+                raise SpecError(
+                    f"argument {i} of local_map is a plain tensor of shape {tuple(value.shape)} that needs a gradient, of "
+                    f"which each rank would have its part only. Pass distribute_tensor(t, spec) or t.detach()."
+                )
         events[0] += 1  # plain tensors would not tell a region what happens in here
         args = self._placed(args)
         tensors = [a for a in args if isinstance(a, HDTensor)]
@@ -204,7 +222,8 @@ class _LocalMap:
         results: list[Any] | None = None
         problem = None
         if first.is_local:
-            results, problem = attempt(lambda: self._results(local_args, kwargs, bounds))
+            seen = writes_seen(args, lambda: self._results(local_args, kwargs, bounds))
+            results, problem = attempt(seen)
         if asked and communicates():
             self._ask(asked, bounds, results, problem)
         elif problem is not None:
@@ -226,6 +245,11 @@ class _LocalMap:
     ) -> list[Any]:
         """Run the function and compare its results with what is declared."""
         returned = self.function(*args, **kwargs)
+        if not self.declared.is_single and not isinstance(returned, list | tuple):
+            raise SpecError(
+                f"local_map's function returned {type(returned).__name__}, out_specs declares a tuple of {len(bounds)} "
+                f"results. Return a tuple, or declare one spec instead of a tuple."
+            )
         results = [returned] if self.declared.is_single else list(returned)
         if len(results) != len(bounds):
             raise SpecError(
@@ -267,7 +291,7 @@ class _LocalMap:
             mine.append(LocalShard(tuple(held.shape), memory_order(held), held.dtype, False, whole))
         said = exchange("local_map", mine, problem)
         for place, k in enumerate(asked):
-            bounds[k] = agreed_layout([shards[place] for shards in said])
+            bounds[k] = agreed_layout([shards[place] for shards in said], "local_map")
 
     def _gradient_bounds(
         self, args: tuple[Any, ...], flow: Flow, outs: list[BoundSpec]
@@ -286,12 +310,24 @@ class _LocalMap:
             waiting.remove(id(value))
             bound = value._spec
             if spec is None:
-                spec = _gradient_spec(i, bound, [b.spec for b in outs])
+                spec = gradient_spec(i, bound, [b.spec for b in outs])
             spec = normalized(spec, len(bound.shape))
             _check_subgroups([value], [spec])
             sizes = bound.top_sizes if spec.top == bound.spec.top else None
             bounds.append(BoundSpec.bind(spec, bound.shape, None, bound.dtype, sizes))
         return bounds
+
+
+def _needs_gradient(value: Any) -> bool:
+    return torch.is_grad_enabled() and isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _holds_hdtensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(map(_holds_hdtensor, value))
+    return isinstance(value, HDTensor)
 
 
 def _check_count(name: str, specs: list[HDSpec | None], args: tuple[Any, ...]) -> None:
@@ -335,41 +371,3 @@ def _extents(spec: HDSpec, shape: tuple[int, ...], candidates: list[Any]) -> tup
         if all(size * shape[dim] % sum(sizes) == 0 for size in sizes):
             return tuple(size * shape[dim] // sum(sizes) for size in sizes)
     return None
-
-
-def _gradient_spec(i: int, bound: BoundSpec, outs: list[HDSpec]) -> HDSpec:
-    """Return how the local gradients of argument ``i`` make the whole one."""
-    spec = bound.spec
-    top = spec.top
-    if spec.num_subgroups > 1:
-        top = _gradient_placement(i, bound, top, [o.top for o in outs])
-    groups = []
-    for index, group in enumerate(spec.subgroups):
-        placements = [
-            placement
-            if size == 1
-            else _gradient_placement(
-                i, bound, placement, [o.subgroups[index].placements[axis] for o in outs]
-            )
-            for axis, (placement, size) in enumerate(
-                zip(group.placements, group.mesh_shape, strict=True)
-            )
-        ]
-        groups.append(Subgroup(group.ranks, placements, group.mesh_shape))
-    return HDSpec(groups, top, spec.top_ratio if checks.is_cut(top) else None)
-
-
-def _gradient_placement(
-    i: int, bound: BoundSpec, placement: Placement, outs: list[Placement]
-) -> Placement:
-    if isinstance(placement, Partial):
-        return Replicate()
-    are_whole = {isinstance(out, Replicate) for out in outs}
-    if checks.is_cut(placement) or are_whole <= {True}:
-        return placement
-    if are_whole == {False}:
-        return Partial()
-    raise SpecError(
-        f"local_map: argument {i} ({bound}) is replicated where some results are whole and others cut or pending, so "
-        f"that its local gradients are neither whole nor terms. Pass in_grad_specs, or map the results one by one."
-    )

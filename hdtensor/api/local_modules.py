@@ -34,7 +34,10 @@ from hdtensor.tensor import HDTensor
 
 
 #: First parameters of the ``forward`` of ``transformers``' stacked experts, whatever the class is called.
-_EXPERTS_SIGNATURE = ["hidden_states", "top_k_index", "top_k_weights"]
+_EXPERTS_SIGNATURES = (
+    ["hidden_states", "top_k_index", "top_k_weights"],
+    ["hidden_states", "router_indices", "routing_weights"],
+)
 
 
 def is_known(module: nn.Module) -> bool:
@@ -42,7 +45,7 @@ def is_known(module: nn.Module) -> bool:
     if not any(p is not None and p.ndim == 3 for p in module._parameters.values()):
         return False
     names = list(inspect.signature(module.forward).parameters)
-    return names[: len(_EXPERTS_SIGNATURE)] == _EXPERTS_SIGNATURE
+    return names[:3] in _EXPERTS_SIGNATURES
 
 
 def install(model: nn.Module, globs: Sequence[str]) -> list[LocalModule]:

@@ -23,9 +23,11 @@ from hdtensor.api.gradients import GradientSync, gradient_plan, paused, pending_
 from hdtensor.api.local import prepare_groups
 from hdtensor.api.parameters import device_of, distribute_parameters, initialize
 from hdtensor.api.sequences import order_in
+from hdtensor.api.steps import watch_steps
 from hdtensor.collectives import groups
 from hdtensor.errors import DisagreementError, PlanError
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.placements.spec import HDSpec
 from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription, Pattern
 
 
@@ -148,12 +150,17 @@ def parallelize(
 
 def _put_on(model: nn.Module, state: ParallelState) -> None:
     state.upkeep = Upkeep(model, state.sync)
+    watch_steps(_syncs)
     accept_plain(model, state, lambda: _reinstall(model, state))
     make_generate_collective(model, state)
     state.local = local.install(model, state.local_modules)
     state.router_hooks = router_logits.install(model, lambda: state.wants_router_logits)
     _install(model, state)
     make_copyable(model, _take_off, _put_on_like)
+
+
+def _syncs() -> list[tuple[GradientSync, HDSpec]]:
+    return [(state.sync, state.plan.inputs) for state in _states.values()]
 
 
 def _take_off(model: nn.Module) -> None:

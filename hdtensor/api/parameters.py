@@ -13,11 +13,15 @@ from torch.nn.utils.parametrize import ParametrizationList
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.local import shard_of
+from hdtensor.api.steps import note_replaced
 from hdtensor.errors import PlanError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements.spec import HDSpec
 from hdtensor.plan import ExpandedPlan
 from hdtensor.tensor import HDTensor
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
@@ -44,21 +48,30 @@ def distribute_parameters(
             if new is None:
                 spec = plan.tensors[names[id(parameter)]]
                 new = _distribute_parameter(parameter, spec, device, src_data_rank)
+                note_replaced(parameter, names[id(parameter)])
                 replaced[id(parameter)] = new
                 was_meta |= parameter.is_meta
             module._parameters[key] = new
-    _distribute_parametrizations(model, src_data_rank)
+    _distribute_companions(model, src_data_rank)
     return was_meta
 
 
-def _distribute_parametrizations(model: nn.Module, src_data_rank: int | None) -> None:
-    """Put what a parametrization computes with (``spectral_norm``'s vectors) where the parameter is, whole on each rank."""
+def _distribute_companions(model: nn.Module, src_data_rank: int | None) -> None:
+    """Put buffers that go with a parameter where it is, whole on each rank.
+
+    These are what a parametrization computes with (``spectral_norm``'s vectors), and the running statistics of a batch norm,
+    which a rank outside would keep as they began.
+    """
     for module in model.modules():
-        original: Any = module._parameters.get("original")
-        if not isinstance(module, ParametrizationList) or not isinstance(original, HDTensor):
+        is_parametrization = isinstance(module, ParametrizationList)
+        if not is_parametrization and not isinstance(module, _BATCH_NORMS):
             continue
-        whole = original.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
-        for inner in module.modules():
+        inside = list(module.modules())
+        parameter: Any = module._parameters.get("original" if is_parametrization else "weight")
+        if not isinstance(parameter, HDTensor):
+            continue
+        whole = parameter.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
+        for inner in inside:
             for key, buffer in inner._buffers.items():
                 if buffer is None or isinstance(buffer, HDTensor) or buffer.is_meta:
                     continue

@@ -298,12 +298,16 @@ class _Cross(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, forward: Reduce | None, backward: Reduce | None
     ) -> torch.Tensor:
-        ctx.backward_reduce = backward
+        ctx.forward_reduce, ctx.backward_reduce = forward, backward
         return x.view_as(x) if forward is None else forward(x.contiguous())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         reduce = ctx.backward_reduce
+        if (
+            torch.is_grad_enabled()
+        ):  # both only change how a value is laid out: each is the other's backward
+            return _cross_node(grad, reduce, ctx.forward_reduce), None, None
         return grad if reduce is None else reduce(grad.contiguous()), None, None
 
 

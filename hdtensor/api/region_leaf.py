@@ -1,4 +1,4 @@
-"""Stand-ins for a module's parameters: others while it is watched, plain leaves while it runs on plain tensors."""
+"""Stand-ins for a module's parameters: others while it is watched, plain tensors while it runs on plain tensors."""
 
 from __future__ import annotations
 
@@ -9,110 +9,61 @@ from typing import Any
 import torch
 from torch import nn
 
-from hdtensor._torch_compat import new_wrapper
-from hdtensor.api.gradients import GradientSync
-from hdtensor.ops.bound import BoundSpec
 from hdtensor.tensor import HDTensor
 
 
-class Leaf:
-    """A parameter's local tensor as a plain autograd leaf of the same storage."""
+class Places:
+    """A module's parameters, and where they stand.
 
-    __slots__ = ("grad_bound", "parameter", "plain", "slots", "sync")
+    Attributes:
+        parameters: In their order, each once.
+        groups: Numbers of the parameters whose gradients leave the module together: of a stack those of each layer, else
+            all. Of the layers that a call of ``torch.autograd.grad`` asks nothing of, it computes nothing.
+    """
 
-    def __init__(
-        self, parameter: HDTensor, slots: list[tuple[dict[str, Any], str]], sync: GradientSync
-    ) -> None:
-        self.parameter = parameter
-        self.slots = slots
-        self.sync = sync
-        self.grad_bound: BoundSpec | None = None
-        self.plain = self._make()
+    def __init__(self, module: nn.Module, *, is_stack: bool = False) -> None:
+        slots: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for inner in module.modules():
+            for key, parameter in inner._parameters.items():
+                if parameter is not None:
+                    # A tied one stands in several places.
+                    slots.setdefault(id(parameter), []).append((inner._parameters, key))
+        self.parameters: list[Any] = []
+        layers: dict[str, list[int]] = {}
+        for i, (name, parameter) in enumerate(module.named_parameters()):
+            self.parameters.append(parameter)
+            layer = ".".join(name.split(".")[:2]) if is_stack else ""
+            layers.setdefault(layer, []).append(i)
+        self.groups = list(layers.values())
+        self._slots = [
+            (home, key, i) for i, p in enumerate(self.parameters) for home, key in slots[id(p)]
+        ]
 
-    def _make(self) -> torch.Tensor:
-        plain = self.parameter._local_tensor.detach()
-        if self.parameter.requires_grad:
-            plain.requires_grad_()
-            plain.register_post_accumulate_grad_hook(self._bring_home)
-        return plain
+    def is_current(self) -> bool:
+        """Return whether the parameters stand there now: ``torch.func.functional_call`` replaces them for a while."""
+        parameters = self.parameters
+        return all(home.get(key) is parameters[i] for home, key, i in self._slots)
 
-    def accepts(self, bound: BoundSpec | None) -> bool:
-        """Whether the gradient comes in the layout that other layouts of the inputs gave."""
-        if bound is None:  # none was recorded: right without autograd, or for a frozen parameter
-            return not (torch.is_grad_enabled() and self.parameter.requires_grad)
-        if self.grad_bound is None:
-            self.grad_bound = bound
-        return self.grad_bound is bound
-
-    def put(self) -> None:
-        """Stand in for the parameter, with its present values and ``requires_grad``."""
-        parameter, plain = self.parameter, self.plain
-        local = parameter._local_tensor
-        if plain.data_ptr() != local.data_ptr() or plain.requires_grad != parameter.requires_grad:
-            plain = self.plain = self._make()
-        for home, key in self.slots:
-            home[key] = plain
-
-    def take(self) -> None:
-        """Give the parameter its place back."""
-        for home, key in self.slots:
-            home[key] = self.parameter
-
-    def _bring_home(self, plain: torch.Tensor) -> None:
-        grad, plain.grad = plain.grad, None
-        bound, parameter = self.grad_bound, self.parameter
-        assert bound is not None, "a gradient comes in a recorded layout"
-        new = new_wrapper(HDTensor, grad, bound, False)
-        old = parameter.grad
-        parameter.grad = new if old is None else old + new
-        is_home = bound.spec is parameter._spec.spec and old is None
-        if self.sync.wants_all or not is_home:
-            self.sync.note(parameter)
+    @contextlib.contextmanager
+    def filled(self, tensors: Sequence[Any]) -> Iterator[None]:
+        """Have these stand in for the parameters, in their order."""
+        for home, key, i in self._slots:
+            home[key] = tensors[i]
+        try:
+            yield
+        finally:
+            for home, key, i in self._slots:
+                home[key] = self.parameters[i]
 
 
-Slots = dict[int, list[tuple[dict[str, Any], str]]]
-
-
-def leaves_of(module: nn.Module, sync: GradientSync) -> list[Leaf]:
-    """Return a leaf for each of a module's parameters, in their order."""
-    slots = _slots(module)
-    return [Leaf(p, slots[id(p)], sync) for p in module.parameters()]  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def put_in(leaves: Sequence[Leaf]) -> Iterator[None]:
-    """Have the leaves stand in for the parameters."""
-    for leaf in leaves:
-        leaf.put()
-    try:
-        yield
-    finally:
-        for leaf in leaves:
-            leaf.take()
-
-
-@contextlib.contextmanager
-def parameters_as(module: nn.Module, change: Callable[[int, HDTensor], Any]) -> Iterator[None]:
+def parameters_as(
+    module: nn.Module, change: Callable[[int, HDTensor], Any]
+) -> contextlib.AbstractContextManager[None]:
     """Have ``change(i, parameter)`` stand in for each parameter."""
-    slots = _slots(module)
-    originals: list[Any] = list(module.parameters())
-    for i, parameter in enumerate(originals):
-        new = change(i, parameter)
-        for home, key in slots[id(parameter)]:
-            home[key] = new
-    try:
-        yield
-    finally:
-        for parameter in originals:
-            for home, key in slots[id(parameter)]:
-                home[key] = parameter
+    places = Places(module)
+    return places.filled([change(i, p) for i, p in enumerate(places.parameters)])
 
 
-def _slots(module: nn.Module) -> Slots:
-    """Return where each parameter stands, by its id; a tied one stands in several places."""
-    slots: Slots = {}
-    for inner in module.modules():
-        for key, parameter in inner._parameters.items():
-            if parameter is not None:
-                slots.setdefault(id(parameter), []).append((inner._parameters, key))
-    return slots
+def local_of(x: HDTensor) -> torch.Tensor:
+    """Return the local tensor, outside autograd."""
+    return x._local_tensor

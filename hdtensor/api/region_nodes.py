@@ -1,23 +1,30 @@
-"""Autograd nodes of regions: at their border, and in place of a skipped module."""
+"""Autograd nodes at the border of regions.
+
+They can be differentiated any number of times. A gradient of ``x`` is laid out as the recorded pass showed; the cotangent of
+this gradient is a direction in which ``x`` may change, so that it is laid out as ``x`` itself. What the plain operators make
+of both has the first layout again: it is a derivative of the gradient along that direction, and what holds of a function
+for all values (rows of this rank, terms of one sum, the same on all) holds of its derivatives. So a node's backward is the
+other node with the two layouts in exchange.
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hdtensor._torch_compat import new_wrapper, pytree, raw_apply
+from hdtensor._torch_compat import new_wrapper, pytree, raw_apply, use_count
 from hdtensor.api.points import Points
+from hdtensor.api.region_leaf import Places, local_of
 from hdtensor.api.shapes import LayoutRule
-from hdtensor.errors import DeductionError
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.generate import empty_like_local
-from hdtensor.ops.special.move import gradient_bound, move
-from hdtensor.ops.special.random import draw_key
+from hdtensor.ops.registry import local_graphs
+from hdtensor.ops.special.move import move
+from hdtensor.placements.spec import HDSpec
 from hdtensor.tensor import HDTensor
 
 
@@ -41,6 +48,7 @@ class Layout:
     backward_events: int = 0
     sizes: dict[Any, tuple[BoundSpec | None, ...]] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)  # parameters whose gradient was watched
+    flows: list[tuple[list[int], tuple[HDSpec, ...]]] | None = None  # see enter_parameters
 
     def unused(self) -> set[int]:
         """Return the parameters that the recorded pass's backward gave no gradient; none before it ended."""
@@ -48,91 +56,77 @@ class Layout:
         return self.asked - reached if reached else set()
 
 
-def _refuse_second_derivatives() -> None:
-    """Refuse a backward that shall itself be differentiated: the nodes carry values, not their history.
-
-    Raises:
-        DeductionError: If autograd records.
-    """
-    if torch.is_grad_enabled():
-        raise DeductionError(
-            "second derivatives (create_graph=True) through a module that runs as a whole, because earlier passes "
-            "took first ones only. Pass use_regions=False to parallelize()."
-        )
-
-
 class _EnterNode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: HDTensor, grad_bound: BoundSpec) -> torch.Tensor:
-        ctx.bound = BoundSpec.of(
-            grad_bound.spec, x._spec.shape, x._spec.stride, x._spec.dtype, x._spec.top_sizes
-        )
-        return x._local_tensor.detach()
+    """From ``HDTensor``s to plain local tensors. The gradients come in layouts that are known."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[HDTensor, None]:
-        _refuse_second_derivatives()
-        return new_wrapper(HDTensor, grad, ctx.bound, False), None
+    def forward(ctx: Any, specs: tuple[HDSpec, ...], *tensors: HDTensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.bounds = [_bound_as(x._spec, spec) for x, spec in zip(tensors, specs, strict=True)]
+        ctx.homes = [x._spec.spec for x in tensors]
+        ctx.is_leaf = tensors[0].is_leaf
+        local_graphs[0] = True
+        plain = tuple([x._local_tensor.detach() for x in tensors])
+        return plain if len(plain) > 1 else plain[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if ctx.is_leaf:
+            grads = _own(grads)
+        records = torch.is_grad_enabled()
+        wrapped = [None]
+        for grad, bound, home in zip(grads, ctx.bounds, ctx.homes, strict=True):
+            if grad is None:
+                wrapped.append(None)
+            elif records and grad.requires_grad:
+                wrapped.append(_leave_node(grad, bound, home))
+            else:
+                wrapped.append(new_wrapper(HDTensor, grad, bound, False))
+        return tuple(wrapped)
 
 
 class _LeaveNode(torch.autograd.Function):
+    """From a plain local tensor to an ``HDTensor``. The gradient is brought to a known layout."""
+
     @staticmethod
-    def forward(ctx: Any, plain: torch.Tensor, bound: BoundSpec, grad_bound: BoundSpec) -> HDTensor:
-        ctx.spec = grad_bound.spec
+    def forward(ctx: Any, plain: torch.Tensor, bound: BoundSpec, spec: HDSpec) -> HDTensor:
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.home = spec, bound.spec
         return new_wrapper(HDTensor, plain.detach(), bound, False)
 
     @staticmethod
-    def backward(ctx: Any, grad: HDTensor) -> tuple[torch.Tensor, None, None]:
-        _refuse_second_derivatives()
+    def backward(ctx: Any, grad: HDTensor | None) -> tuple[torch.Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
         if grad._spec.spec is not ctx.spec:
             grad = move(grad, ctx.spec, grad.top_sizes)
+        if torch.is_grad_enabled() and grad.requires_grad:
+            return _enter_node((ctx.home,), grad), None, None
         return grad._local_tensor, None, None
 
 
-class _SkipNode(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        outs: tuple[BoundSpec, ...],
-        note: Callable[[], None],
-        anchor: torch.Tensor | None,
-        *inputs: HDTensor,
-    ) -> Any:
-        ctx.note, ctx.bounds = note, [x._spec for x in inputs]
-        ctx.device = device = inputs[0]._local_tensor.device
-        if len(outs) == 1:
-            return _empty(outs[0], device)
-        return tuple(_empty(bound, device) for bound in outs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_second_derivatives()
-        ctx.note()
-        needed, device = ctx.needs_input_grad, ctx.device
-        given = [
-            _empty(gradient_bound(bound), device) if needed[i + 3] else None
-            for i, bound in enumerate(ctx.bounds)
-        ]
-        return (None, None, None, *given)
+def _bound_as(bound: BoundSpec, spec: HDSpec) -> BoundSpec:
+    """Return the layout of a gradient in this spec."""
+    return BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, bound.top_sizes)
 
 
-def _empty(bound: BoundSpec, device: torch.device) -> HDTensor:
-    return new_wrapper(HDTensor, empty_like_local(bound.dtype, device), bound, False)
+def _own(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """Return gradients that nothing else refers to, as what keeps them may write into them."""
+    seen: set[int] = set()
+    owned = []
+    for grad in grads:
+        if grad is not None:
+            if use_count(grad) > 1 or id(grad) in seen or not grad.is_contiguous():
+                grad = grad.clone(memory_format=torch.contiguous_format)
+            seen.add(id(grad))
+        owned.append(grad)
+    return tuple(owned)
 
 
-def give_gradient(parameter: HDTensor) -> None:
-    """Give a parameter that this rank holds no part of the empty gradient that is due, if it has none."""
-    if parameter.requires_grad and parameter.grad is None:
-        parameter.grad = _empty(gradient_bound(parameter._spec), parameter._local_tensor.device)
-
-
-_enter = raw_apply(_EnterNode)
+_enter_node = raw_apply(_EnterNode)
 
 
 _leave_node = raw_apply(_LeaveNode)
-
-
-_skip_node = raw_apply(_SkipNode)
 
 
 class Enter:
@@ -148,52 +142,33 @@ class Enter:
         self.position += 1
         if not x.requires_grad:
             return x._local_tensor
-        return _enter(x, self.layout.watched["i", self.position])
+        return _enter_node((self.layout.watched["i", self.position].spec,), x)
 
 
-def local_of(x: HDTensor) -> torch.Tensor:
-    """Return the local tensor, outside autograd."""
-    return x._local_tensor
+def enter_parameters(layout: Layout, places: Places) -> list[torch.Tensor]:
+    """Return parameters' plain local tensors, with a node for each group of them where gradients flow."""
+    plain = list(map(local_of, places.parameters))
+    if not torch.is_grad_enabled():
+        return plain
+    if layout.flows is None:
+        layout.flows = []
+        for group in places.groups:
+            flowing = [i for i in group if places.parameters[i].requires_grad]
+            if flowing:
+                specs = tuple([layout.watched["p", i].spec for i in flowing])
+                layout.flows.append((flowing, specs))
+    for numbers, specs in layout.flows:
+        entered = _enter_node(specs, *[places.parameters[i] for i in numbers])
+        for i, x in zip(numbers, entered if len(numbers) > 1 else (entered,), strict=True):
+            plain[i] = x
+    return plain
 
 
 def leave(plain: torch.Tensor, bound: Any, grad_bound: BoundSpec | None) -> HDTensor:
     """Wrap a plain result again, with a node where a gradient flows."""
     if grad_bound is not None and plain.requires_grad:
-        return _leave_node(plain, bound, grad_bound)
+        return _leave_node(plain, bound, grad_bound.spec)
     return new_wrapper(HDTensor, plain, bound, False)
-
-
-def skip(
-    layout: Layout,
-    inputs: list[HDTensor],
-    outs: tuple[BoundSpec | None, ...],
-    parameters: Sequence[torch.Tensor],
-    note: Callable[[], None],
-) -> Any:
-    """Stand in for a module that this rank holds no part of.
-
-    Args:
-        layout: What is known of the module for these inputs.
-        inputs: The ``HDTensor``s among its arguments.
-        outs: Layout of each result, None for one that is None.
-        parameters: The module's; they are no inputs of the node.
-        note: Called when backward passes the module.
-    """
-    for _ in range(layout.draws):
-        draw_key()
-    anchor = None
-    if not any(x.requires_grad for x in inputs) and any(p.requires_grad for p in parameters):
-        anchor = _anchor()
-    held = tuple([out for out in outs if out is not None])
-    made = _skip_node(held, note, anchor, *inputs)
-    following = iter(made if isinstance(made, tuple) else (made,))
-    return layout.rebuild(tuple([None if out is None else next(following) for out in outs]))
-
-
-@functools.cache
-def _anchor() -> torch.Tensor:
-    """A leaf that makes a node require grad; it never receives one."""
-    return torch.empty(0, requires_grad=True)
 
 
 def key_of(value: Any, inputs: list[HDTensor]) -> Any:

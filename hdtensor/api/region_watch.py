@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +12,21 @@ from hdtensor._torch_compat import TorchDispatchMode, new_wrapper, saved_tensor_
 from hdtensor.api.region_nodes import Layout
 from hdtensor.ops.registry import events
 from hdtensor.tensor import HDTensor
+
+
+#: Set while a module is recorded or checked: the regions inside it stay out of the way.
+suspended = [False]
+
+
+@contextlib.contextmanager
+def op_by_op() -> Iterator[None]:
+    """Have all regions stay out of the way."""
+    before = suspended[0]
+    suspended[0] = True
+    try:
+        yield
+    finally:
+        suspended[0] = before
 
 
 class Watcher:
@@ -87,6 +104,35 @@ class Deferral(TorchDispatchMode):
         if self._records and not torch.is_grad_enabled() and _needs_grad(args):
             self.is_seen = True
         return func(*args, **(kwargs or {}))
+
+
+class PutOff(Exception):  # noqa: N818 - no error: it ends a run on plain tensors
+    """Raised inside a running region where computing is put off to backward, though it was not when the region was learnt."""
+
+
+#: How the regions that run now were called, innermost last.
+begun: list[tuple[Any, bool]] = []
+
+
+def manner() -> tuple[Any, bool]:
+    """Return what activation checkpointing changes around what it puts off."""
+    return saved_tensor_hooks(), torch.is_grad_enabled()
+
+
+def goes_on() -> bool:
+    """Return True where the inner module of a running region is called in the same manner.
+
+    Raises:
+        PutOff: Otherwise, as where checkpointing was switched on since the region was learnt.
+    """
+    if begun and manner() != begun[-1]:
+        raise PutOff
+    return True
+
+
+def has_plain(values: Iterable[Any]) -> bool:
+    """Return whether there is a plain tensor among values."""
+    return any(isinstance(v, torch.Tensor) and not isinstance(v, HDTensor) for v in values)
 
 
 def _needs_grad(args: tuple[Any, ...]) -> bool:

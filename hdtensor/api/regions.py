@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,23 +33,30 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hdtensor._torch_compat import saved_tensor_hooks
-from hdtensor.api import points
+from hdtensor.api import points, region_watch
 from hdtensor.api.gradients import GradientSync
 from hdtensor.api.points import Points
 from hdtensor.api.region_hooks import has_hooks
-from hdtensor.api.region_leaf import Leaf, leaves_of, parameters_as, put_in
+from hdtensor.api.region_leaf import Places, local_of
 from hdtensor.api.region_nodes import (
     Enter,
     Layout,
+    enter_parameters,
     flatten_result,
-    give_gradient,
     key_of,
     leave,
-    local_of,
     replace_tensors,
-    skip,
 )
-from hdtensor.api.region_watch import Deferral, Watcher, is_close
+from hdtensor.api.region_skip import Skipped, give_gradient
+from hdtensor.api.region_watch import (
+    Deferral,
+    PutOff,
+    Watcher,
+    has_plain,
+    is_close,
+    op_by_op,
+    suspended,
+)
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import events, moves
 from hdtensor.ops.special.random import num_draws
@@ -70,10 +76,6 @@ MAX_SIZES = 4096
 
 #: How often a pass whose backward left a gradient out is recorded again before the module counts as failed.
 _MAX_TRIES = 3
-
-
-#: Set while a module is recorded or checked: the regions inside it stay out of the way.
-_suspended = [False]
 
 
 def install(
@@ -107,7 +109,7 @@ def install(
 
 
 class Region:
-    """One module, its parameters as plain leaves, and what is known of it by layout.
+    """One module, its parameters, and what is known of it by layout.
 
     It stands in for the module's ``forward``, so that hooks on the module itself run around it.
     """
@@ -126,8 +128,8 @@ class Region:
         self.forward = module.forward
         self.sync = sync
         self.layouts: dict[Any, Layout] = {}
-        self.leaves: list[Leaf] | None = None
-        self._held = list(module.parameters())
+        self.places = Places(module, is_stack=is_stack)
+        self._needs_grad: list[bool] | None = None  # of the parameters, when a pass was recorded
         self._skips: list[int] | None = None
         self._hook_number = -1
         self._has_hooks = False
@@ -135,7 +137,8 @@ class Region:
 
     def remove(self) -> None:
         """Give the module its own forward back; its parameters forget that they were skipped."""
-        for parameter in self._parameters():
+        held: Any = self.module.parameters()
+        for parameter in held:
             if parameter.grad is not None or hasattr(
                 parameter, "_skips"
             ):  # makes an empty gradient, if one is due
@@ -157,7 +160,7 @@ class Region:
             key_of(kwargs, inputs) if kwargs else None,
         )
         # Models look into masks before their layers: what they do with another one, no pass has shown.
-        if not inputs or (self.is_stack and _has_plain((*args, *kwargs.values()))):
+        if not inputs or (self.is_stack and has_plain((*args, *kwargs.values()))):
             return self.forward(*args, **kwargs)
         if self.only_skips and any(x.is_local for x in inputs):
             return self.forward(*args, **kwargs)
@@ -174,7 +177,8 @@ class Region:
             if outs is not None:
                 if layout.state == "pruned":
                     note = functools.partial(self._note_skipped, layout)
-                    return skip(layout, inputs, outs, self._held, note)
+                    call = Skipped(layout, self.forward, args, kwargs, inputs, self.places, note)
+                    return call.run(outs)
                 return self._run(layout, args, kwargs, outs)
         return self._learn(layout, args, kwargs, inputs)
 
@@ -184,11 +188,12 @@ class Region:
         A checkpoint repeats a forward later and must save the same tensors, whatever was learnt in between.
         """
         return bool(
-            points.running
-            or _suspended[0]
+            (points.running and region_watch.goes_on())
+            or suspended[0]
             or torch.compiler.is_compiling()
             or saved_tensor_hooks() is not None
             or self._is_hooked()
+            or not self.places.is_current()
         )
 
     def _is_hooked(self) -> bool:
@@ -203,26 +208,23 @@ class Region:
 
     def _is_refrozen(self) -> bool:
         """Whether a parameter was frozen or thawed since its gradient's layout was recorded."""
-        return any(
-            leaf.plain.requires_grad != leaf.parameter.requires_grad for leaf in self.leaves or ()
-        )
+        return self._needs_grad != [p.requires_grad for p in self.places.parameters]
 
     def _start_anew(self, key: Any) -> Layout:
         self.layouts.clear()
-        self.leaves = None
         return self._new_layout(key)
 
     def _note_skipped(self, layout: Layout) -> None:
         """Say that all parameters have a gradient, or make those of some where others are not used."""
         unused = layout.unused()
         if unused:
-            for i, parameter in enumerate(self._parameters()):
+            for i, parameter in enumerate(self.places.parameters):
                 if i not in unused:
                     give_gradient(parameter)
             return
         if self._skips is None:
             self._skips = [0]
-            for parameter in self._parameters():
+            for parameter in self.places.parameters:
                 parameter._skips, parameter._seen_skips = self._skips, 0
         self._skips[0] += 1
         self.sync.note_passed()
@@ -245,7 +247,7 @@ class Region:
             case "recorded":
                 return self._check(layout, args, kwargs, inputs)
             case "running" | "pruned":  # sizes whose outcome cannot be derived yet
-                with _op_by_op():
+                with op_by_op():
                     result = self.forward(*args, **kwargs)
                 self._observe(layout, inputs, result)
                 return result
@@ -260,10 +262,11 @@ class Region:
             replace_tensors(args, watch.input),
             replace_tensors(kwargs, watch.input),
         )
+        watched = [watch.parameter(i, p) for i, p in enumerate(self.places.parameters)]
         deferral, versions = Deferral(), self._buffer_versions()
         points.recording.append(layout.points)
         try:
-            with _op_by_op(), parameters_as(self.module, watch.parameter), deferral:
+            with op_by_op(), self.places.filled(watched), deferral:
                 result = self.forward(*watched_args, **watched_kwargs)
         finally:
             points.recording.pop()
@@ -273,7 +276,7 @@ class Region:
         is_tensor = all(o is None or isinstance(o, HDTensor) for o in outs)
         if deferral.is_seen or is_stateful or not is_tensor:
             layout.state = "failed"
-        elif not inputs[0].is_local and not any(p.is_local for p in self._parameters()):
+        elif not inputs[0].is_local and not any(p.is_local for p in self.places.parameters):
             layout.state = "pruned" if moves[0] == before[1] else "failed"
         elif (
             events[0] - before[0] != layout.points.num_redistributes
@@ -303,7 +306,7 @@ class Region:
         recorded, seen = layout.points, Points()
         points.recording.append(seen)
         try:
-            with _op_by_op():
+            with op_by_op():
                 result = self.forward(*args, **kwargs)
         finally:
             points.recording.pop()
@@ -317,13 +320,17 @@ class Region:
 
     def _is_same(self, layout: Layout, args: Any, kwargs: Any, result: Any) -> bool:
         """Run on plain tensors without autograd; compare the local results."""
-        leaves = self.leaves = self.leaves or leaves_of(self.module, self.sync)
-        if any(not leaf.accepts(layout.watched.get(("p", i))) for i, leaf in enumerate(leaves)):
+        parameters = self.places.parameters
+        self._needs_grad = [p.requires_grad for p in parameters]
+        if torch.is_grad_enabled() and any(
+            needs_grad and ("p", i) not in layout.watched
+            for i, needs_grad in enumerate(self._needs_grad)
+        ):
             return False
         layout.points.is_checking, layout.points.position = True, 0
         points.running.append(layout.points)
         try:
-            with torch.no_grad(), put_in(leaves):
+            with torch.no_grad(), self.places.filled(list(map(local_of, parameters))):
                 plain = self.forward(
                     *replace_tensors(args, local_of), **replace_tensors(kwargs, local_of)
                 )
@@ -365,24 +372,27 @@ class Region:
         self, layout: Layout, args: Any, kwargs: Any, outs: tuple[BoundSpec | None, ...]
     ) -> Any:
         """Run on plain local tensors and wrap the results."""
-        leaves = self.leaves
-        assert leaves is not None, "a running region has its leaves"
         enter = Enter(layout) if torch.is_grad_enabled() else local_of
         plain_args = replace_tensors(args, enter)
         plain_kwargs = replace_tensors(kwargs, enter) if kwargs else kwargs
+        plain_parameters = enter_parameters(layout, self.places)
         layout.points.position = 0
         points.running.append(layout.points)
+        region_watch.begun.append(region_watch.manner())
         try:
-            with put_in(leaves):
+            with self.places.filled(plain_parameters):
                 plain = self.forward(*plain_args, **plain_kwargs)
+        except PutOff:
+            plain = None
         finally:
             points.running.pop()
+            region_watch.begun.pop()
         results, rebuild = flatten_result(plain)
-        for k, out in enumerate(outs):
-            if out is not None and results[k].shape != out.local_shape():
-                # The sizes were derived, and this module makes something else of them.
-                layout.state = "failed"
-                return self.forward(*args, **kwargs)
+        wrapped = [(v, o) for v, o in zip(results, outs, strict=False) if o is not None]
+        if plain is None or any(v.shape != o.local_shape() for v, o in wrapped):
+            # The sizes were derived, and this module makes something else of them; or it puts computing off by now.
+            layout.state = "failed"
+            return self.forward(*args, **kwargs)
         return rebuild(
             tuple(
                 [
@@ -392,24 +402,5 @@ class Region:
             )
         )
 
-    # -- parameters ---------------------------------------------------------------------------------------------------
-
     def _buffer_versions(self) -> list[int]:
         return [buffer._version for buffer in self.module.buffers()]
-
-    def _parameters(self) -> list[HDTensor]:
-        return list(self.module.parameters())  # type: ignore[arg-type]
-
-
-def _has_plain(values: Iterable[Any]) -> bool:
-    return any(isinstance(v, torch.Tensor) and not isinstance(v, HDTensor) for v in values)
-
-
-@contextlib.contextmanager
-def _op_by_op() -> Iterator[None]:
-    before = _suspended[0]
-    _suspended[0] = True
-    try:
-        yield
-    finally:
-        _suspended[0] = before

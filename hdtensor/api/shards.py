@@ -83,8 +83,8 @@ class LocalShard(NamedTuple):
         return f"{self.local} {str(self.dtype)[6:]} {self.whole}{grad}"
 
 
-def agreed_layout(said: Sequence[LocalShard]) -> BoundSpec:
-    """Return the layout that all ranks' shards make together; its errors are alike on every rank."""
+def agreed_layout(said: Sequence[LocalShard], function: str = "from_local") -> BoundSpec:
+    """Return the layout that all ranks' shards make together; its errors are alike on every rank and name ``function``."""
     whole = said[0].whole
     spec = whole.spec
     beyond = [rank for rank in spec.ranks if rank >= len(said)]
@@ -95,7 +95,7 @@ def agreed_layout(said: Sequence[LocalShard]) -> BoundSpec:
         if other.whole != whole or (rank in spec.ranks and other[2:4] != (dtype, grad)):
             listing = "; ".join(f"rank {r}: {o}" for r, o in enumerate(said))
             raise DisagreementError(
-                f"from_local was called with unlike specs, dtypes, shapes or requires_grad: {listing}. Pass the same ones "
+                f"{function} was called with unlike specs, dtypes, shapes or requires_grad: {listing}. Pass the same ones "
                 f"on every rank."
             )
     shards = {rank: said[rank].local for rank in spec.ranks}

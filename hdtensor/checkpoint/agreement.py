@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from hdtensor.api.agreement import communicates
+from hdtensor.collectives import observe
 from hdtensor.errors import CheckpointError
 
 
@@ -21,6 +22,7 @@ def agree(function: str, problem: Exception | None) -> None:
     said: list[str | None] = [None if problem is None else describe(problem)]
     if communicates():
         said = [None] * dist.get_world_size()
+        observe.announce(function, range(len(said)))
         dist.all_gather_object(said, None if problem is None else describe(problem))
     failures = {rank: text for rank, text in enumerate(said) if text is not None}
     if failures:

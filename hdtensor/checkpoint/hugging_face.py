@@ -322,20 +322,34 @@ def _files(path: Path) -> dict[str, TensorFile]:
         file = TensorFile(path / WEIGHTS)
         return dict.fromkeys(file.entries, file)
     if not (path / INDEX).is_file():
-        raise CheckpointError(
-            f"{path} holds neither {WEIGHTS} nor {INDEX}. Other formats are read by transformers' from_pretrained; save "
-            f"the model with save_pretrained."
-        )
+        raise CheckpointError(_no_weights(path))
     try:
         weight_map = dict(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"])
         named = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / INDEX} is damaged ({type(error).__name__}: {error}).") from error  # fmt: skip
+    strange = [name for name in sorted(set(named.values())) if Path(name).name != name]
+    if strange:
+        raise CheckpointError(f"{path / INDEX}: {listed(strange)} is no name of a file in it. Write the folder again.")  # fmt: skip
     files = {name: TensorFile(path / name) for name in sorted(set(named.values()))}
     lacking = [f"{name} ({file})" for name, file in named.items() if name not in files[file].entries]  # fmt: skip
     if lacking:
         raise CheckpointError(f"{path / INDEX} says where tensors are, and they are not there: {listed(lacking)}.")  # fmt: skip
     return {name: files[file] for name, file in named.items()}
+
+
+def _no_weights(path: Path) -> str:
+    """Return what there is instead of a folder with safetensors."""
+    if not path.is_dir():
+        return (
+            f"{path} is no folder; load_hf takes one with {WEIGHTS}, or {INDEX} and what it names."
+        )
+    others = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))  # fmt: skip
+    instead = f", but {listed(others)}" if others else ""
+    return (
+        f"{path} holds neither {WEIGHTS} nor {INDEX}{instead}. Other formats are read by transformers' from_pretrained; "
+        f"save the model with save_pretrained."
+    )
 
 
 def _read(tensors: list[_Tensor], files: dict[str, TensorFile]) -> None:

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -27,8 +28,10 @@ from torch.distributed.checkpoint.state_dict import (
 from hdtensor._rank import current_rank
 from hdtensor.api.agreement import attempt, communicates
 from hdtensor.api.masters import Masters, masters_of
+from hdtensor.checkpoint import history
 from hdtensor.checkpoint.agreement import agree, describe, listing
 from hdtensor.checkpoint.checks import CheckedPlanner, CheckedReader, folder_of
+from hdtensor.checkpoint.option_groups import regrouped, saved_groups
 from hdtensor.errors import CheckpointError
 
 
@@ -88,6 +91,7 @@ def load_checkpoint(
     agree("load_checkpoint", problem)
     assert ready is not None, "without a problem there is a state"
     reader, state = ready
+    groups = None if optimizer is None else _groups(path, state["optimizer"], strict)
     planner = CheckedPlanner(strict, tuple(f"{name}." for name in state))
     with _converted("load_checkpoint"):
         dcp.load(state, storage_reader=reader, planner=planner, no_dist=not communicates())
@@ -98,7 +102,13 @@ def load_checkpoint(
         if MASTERS in state:
             masters.gather()
     if optimizer is not None:
-        set_optimizer_state_dict(_owner(model, masters), optimizer, state["optimizer"])
+        if groups is not None:
+            state["optimizer"]["param_groups"] = groups
+        # LBFGS has one state for all parameters.
+        is_partial = isinstance(optimizer, torch.optim.LBFGS)
+        options = StateDictOptions(strict=not is_partial)
+        owner = _owner(model, masters)
+        set_optimizer_state_dict(owner, optimizer, state["optimizer"], options=options)
     packed = state.get("extra")
     return {} if packed is None else torch.load(io.BytesIO(packed), weights_only=True)
 
@@ -107,7 +117,10 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     masters = _masters(model, optimizer)
     if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(_owner(model, masters), optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            history.begin(optimizer)
+        with _without_gradients(optimizer):
+            state["optimizer"] = get_optimizer_state_dict(_owner(model, masters), optimizer)
     beyond = {} if masters is None else masters.beyond_parameters()
     if beyond:
         state[MASTERS] = beyond
@@ -121,6 +134,23 @@ def _masters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Maste
 def _owner(model: nn.Module, masters: Masters | None) -> nn.Module:
     """Return the module that has what the optimizer updates, under the model's names."""
     return model if masters is None else masters.module
+
+
+@contextmanager
+def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put gradients aside: where there are some, torch makes no state for an optimizer that has none."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    grads = [p.grad for p in params]
+    if optimizer.state:
+        yield
+        return
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
 
 
 def _state_to_save(
@@ -147,9 +177,35 @@ def _to_read(
     state = _state(model, optimizer)
     if not any(name.startswith(f"{MASTERS}.") for name in metadata.state_dict_metadata):
         state.pop(MASTERS, None)  # then masters begin as the parameters
+    if isinstance(optimizer, torch.optim.LBFGS):
+        history.expect(state["optimizer"], "optimizer", metadata)
     if "extra" in metadata.state_dict_metadata:
         state["extra"] = b""
     return reader, state
+
+
+def _groups(
+    path: str | os.PathLike[str], state: dict[str, Any], strict: bool
+) -> list[dict[str, Any]] | None:
+    """Return the optimizer's groups with the checkpoint's options where its groups are others, and make room for these."""
+    reader = CheckedReader(path)
+    saved = saved_groups(reader.metadata_or_error(), "optimizer")
+    if not saved:
+        return None
+    wanted = {"optimizer": {"param_groups": saved}}
+    with _converted("load_checkpoint"):
+        dcp.load(
+            wanted,
+            storage_reader=reader,
+            planner=CheckedPlanner(False, ()),
+            no_dist=not communicates(),
+        )
+    saved = wanted["optimizer"]["param_groups"]
+    groups, problem = attempt(lambda: regrouped(state["param_groups"], saved, strict))
+    agree("load_checkpoint", problem)
+    if groups is not None:
+        state["param_groups"] = saved
+    return groups
 
 
 def _pack(extra: Mapping[str, Any]) -> bytes:

@@ -72,6 +72,7 @@ class AgreementCheck:
         )
         self._world: dist.ProcessGroup | None = None
         self._store: dist.Store | None = None
+        self._me, self._size = 0, 1
         self._next: Counter[int] = Counter()
         self._has_verdict = False
 
@@ -110,11 +111,14 @@ class AgreementCheck:
             how: "ended", or how it failed.
         """
         with contextlib.suppress(Exception):
-            self._join_world()
-            self._set(f"ended/{dist.get_rank()}", how)
+            if (
+                dist.is_initialized()
+            ):  # else the program has destroyed the group, as most do at their end
+                self._join_world()
+            self._set(f"ended/{self._me}", how)
             deadline = time.monotonic() + _FAREWELL_SECONDS
-            while self._has_verdict and dist.get_rank() == 0 and time.monotonic() < deadline:
-                ranks = range(1, dist.get_world_size())
+            while self._has_verdict and self._me == 0 and time.monotonic() < deadline:
+                ranks = range(1, self._size)
                 if all(self._has(f"heard/{r}") or self._has(f"ended/{r}") for r in ranks):
                     break
                 time.sleep(_PAUSES[1])
@@ -224,6 +228,7 @@ class AgreementCheck:
         if world is not self._world:
             assert world is not None, "an initialized torch.distributed has a default group"
             self._world, self._store = world, world.get_group_store()
+            self._me, self._size = dist.get_rank(), dist.get_world_size()
             self._next.clear()
             self._has_verdict = False
 

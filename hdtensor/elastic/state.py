@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.agreement import attempt, communicates, exchange
+from hdtensor.api.lbfgs import vector_spec
 from hdtensor.errors import DisagreementError, SwitchError
 from hdtensor.ops.bound import BoundSpec, normalized
 from hdtensor.placements import HDSpec, check_top_sizes
@@ -126,9 +127,17 @@ def state_slots(
     number_of = {id(slot.tensor): i for i, slot in enumerate(parameters)}
     found = dict(_walk(parameters, optimizers, number_of))
     _complete(found, parameters, optimizers)
+    ranks = sorted({rank for slot in parameters for rank in slot.dst.spec.ranks})
     slots = []
     for path, value in sorted(found.items(), key=lambda pair: repr(pair[0])):
-        if isinstance(value, HDTensor):
+        if not isinstance(value, HDTensor):
+            continue
+        if path[0] >= 0 and isinstance(optimizers[path[0]], torch.optim.LBFGS):
+            # A vector of all parameters: on the plan's ranks, until the next step takes it.
+            slots.append(
+                Slot(_name(path, parameters), value, target(value._spec, vector_spec(ranks)))
+            )
+        else:
             slots.append(_state_slot(path, value, parameters[path[1]]))
     return slots
 

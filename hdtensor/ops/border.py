@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from hdtensor.collectives import groups
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.registry import wrap
+from hdtensor.ops.registry import local_graphs, wrap
 from hdtensor.ops.special.move import gradient_bound
 from hdtensor.placements.checks import is_cut
 from hdtensor.placements.spec import HDSpec, Subgroup
@@ -68,6 +68,7 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, gradient: BoundSpec) -> torch.Tensor:
         ctx.gradient = gradient
+        local_graphs[0] = True
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
@@ -84,6 +85,7 @@ class ToDTensor(torch.autograd.Function):
         index = bound.index
         assert index is not None, "to_dtensor is called on local ranks only"
         ctx.bound, ctx.grad_top = bound, grad_top
+        local_graphs[0] = True
         group = bound.spec.subgroups[index]
         return DTensor.from_local(
             tensor._local_tensor,

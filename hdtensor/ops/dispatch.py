@@ -67,7 +67,10 @@ def clear_caches() -> None:
 def _handler_of(func: Any, arity: int) -> Handler:
     found = _by_arity.get((id(func), arity))
     if found is None:
-        found = _by_arity[(id(func), arity)] = _generate_handler(func, arity)
+        found = _generate_handler(func, arity)
+        if func._schema.is_mutable:
+            found = writes.counted(func, found)
+        _by_arity[(id(func), arity)] = found
     return found
 
 
@@ -93,7 +96,7 @@ def handler(args, kw):
     except TypeError:
         return miss(func, None, args, kw, records)
     if run.__class__ is tuple:
-        return new(HD, run[0], run[1], False)
+        return new(HD, a0._local_tensor, run[0], False)
     if run is not None:
         return run({call_args}kw)
     return miss(func, key, args, kw, records)
@@ -177,9 +180,40 @@ def _miss(func: Any, key: Any, args: tuple[Any, ...], kwargs: Any, records: dict
             for table in _records:
                 table.clear()
             _num_records[0] = 1
-        # A pruned call with one result needs no function: the handler makes the empty tensor itself.
+        # A pruned call with one result of the first operand's dtype needs no function: that one's empty tensor serves.
         records[key] = getattr(run, "pruned", run)
-    return run(*args, kwargs)
+    result = run(*args, kwargs)
+    if key is not None and _follows_default_dtype(args, kwargs, result):
+        records[key] = _by_default_dtype(func, run)
+    return result
+
+
+def _follows_default_dtype(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    """Return whether a floating result came of whole numbers: its dtype is torch's default one, which may change."""
+    if kwargs.get("dtype") is not None:
+        return False
+    results = result if isinstance(result, list | tuple) else (result,)
+    if not any(is_hdtensor(r) and not _is_whole(r.dtype) for r in results):
+        return False
+    return all(_is_whole(v.dtype) for _, v in operands(args, kwargs) if isinstance(v, torch.Tensor))
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _by_default_dtype(func: Any, run: Any) -> Any:
+    """Return what runs the call by the record of torch's default dtype at the time."""
+    runs = {torch.get_default_dtype(): run}
+
+    def chosen(*args: Any) -> Any:
+        found = runs.get(torch.get_default_dtype())
+        if found is None:
+            found = make_run(func, args[:-1], args[-1] or {})
+            runs[torch.get_default_dtype()] = found
+        return found(*args)
+
+    return chosen
 
 
 def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,7 +260,8 @@ def _deduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"(distribute_tensor(t, spec)), or compute it plainly and distribute_tensor the result."
         )
     # Where the result goes elsewhere (zeros_like(t, device="cpu")) an empty one does, too.
-    device = torch.device(kwargs.get("device") or first._local_tensor.device)
+    asked = kwargs.get("device")
+    device = None if asked is None else torch.device(asked)
     return record.make_record(make_call(func, args, kwargs), tensor_type(), device)
 
 

@@ -17,9 +17,9 @@ from hdtensor.ops import record
 from hdtensor.ops.binding import Binding, check_writable
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.calls import Call
-from hdtensor.ops.generate import compiled, empty_like_local
+from hdtensor.ops.generate import compiled, empty_beside
 from hdtensor.ops.operand import make_call
-from hdtensor.ops.propagate import operands, output_metas
+from hdtensor.ops.propagate import output_metas
 from hdtensor.ops.registry import is_hdtensor, tensor_type
 
 
@@ -45,9 +45,7 @@ def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if found is None:
             found = plans[key] = _deduce_element(func, args, kwargs, i)
         elements.append(found)
-    first: Any = next(v for _, v in operands(args, kwargs) if is_hdtensor(v))
-    device = first._local_tensor.device
-    run = _Run(func, args, elements, device)
+    run = _Run(func, args, elements)
     return _plain_run(func, args, run) or run
 
 
@@ -138,11 +136,10 @@ def _plain_run(func: Any, args: tuple[Any, ...], run: _Run) -> Any:
 class _Run:
     """A foreach call on this rank, with all decisions made."""
 
-    def __init__(
-        self, func: Any, args: tuple[Any, ...], elements: list[_Element], device: Any
-    ) -> None:
+    def __init__(self, func: Any, args: tuple[Any, ...], elements: list[_Element]) -> None:
         self.func = func
         self.local = [i for i, e in enumerate(elements) if e.local]
+        self.held = frozenset(self.local)
         self.all_local = len(self.local) == len(elements)
         self.num = len(elements)
         self.lists = [i for i, a in enumerate(args) if isinstance(a, list | tuple)]
@@ -151,6 +148,7 @@ class _Run:
         self.shared = [(i, steps.get(i)) for i, a in enumerate(args) if is_hdtensor(a)]
         self.returns = bool(func._schema.returns) and not func._schema.is_mutable
         self.outs = [e.outs[0] if e.outs else None for e in elements]
+        self.dtypes: list[Any] = [None if b is None else b.dtype for b in self.outs]
         self.conversions = [
             (argument, i, step)
             for i, e in enumerate(elements)
@@ -158,7 +156,6 @@ class _Run:
             if argument in self.lists
         ]
         self.tensor_type = tensor_type()
-        self.empties = [None if b is None else empty_like_local(b.dtype, device) for b in self.outs]
 
     def __call__(self, *args_and_kwargs: Any) -> Any:
         args: list[Any] = list(args_and_kwargs[:-1])
@@ -166,6 +163,7 @@ class _Run:
         hd: Any = self.tensor_type
         for k in self.lists:
             args[k] = [x._local_tensor if type(x) is hd else x for x in args[k]]
+        beside = args[self.lists[0]]
         for argument, i, step in self.conversions:
             args[argument][i] = step(args[argument][i])
         for k, convert in self.shared if self.local else ():
@@ -178,8 +176,13 @@ class _Run:
         results = self.func(*args, **(kwargs or {})) if self.local else []
         if not self.returns:
             return None
-        by_element = dict(zip(self.local, results, strict=True))
+        found = iter(results)
         return [
-            new_wrapper(hd, by_element.get(i, self.empties[i]), bound, False)
+            new_wrapper(
+                hd,
+                next(found) if i in self.held else empty_beside(beside[i], self.dtypes[i]),
+                bound,
+                False,
+            )
             for i, bound in enumerate(self.outs)
         ]

@@ -53,12 +53,29 @@ def empty_like_local(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the one empty tensor that stands for "no part here"; nothing ever writes to it."""
     found = _empties.get((dtype, device))
     if found is None:
-        found = _empties[(dtype, device)] = torch.empty(0, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # else autograd could never meet it again
+            found = _empties[(dtype, device)] = torch.empty(0, dtype=dtype, device=device)
     return found
 
 
-def generate(binding: Binding, tensor_type: type, device: torch.device) -> Run:
-    """Return ``run(*args, kwargs)`` for a bound call on this rank."""
+def empty_beside(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the empty tensor that stands for "no part here" where the operand lies.
+
+    A record serves operands on every device: its key holds no device, which differs from rank to rank.
+    """
+    if type(local) is torch.Tensor:
+        return empty_like_local(dtype, local.device)
+    return local.new_empty(0, dtype=dtype)  # traced: the one of all calls is no part of the graph
+
+
+def generate(binding: Binding, tensor_type: type, device: torch.device | None) -> Run:
+    """Return ``run(*args, kwargs)`` for a bound call on this rank.
+
+    Args:
+        binding: The call.
+        tensor_type: ``HDTensor``.
+        device: Where the caller asked for the results; None for where the operands are, which no key of a record tells.
+    """
     env: dict[str, Any] = {"new": new_wrapper, "HD": tensor_type}
     call = binding.call
     names = [f"a{i}" for i in range(len(call.args))]
@@ -73,7 +90,9 @@ def generate(binding: Binding, tensor_type: type, device: torch.device) -> Run:
     run = env["run"]
     out = binding.outs[0] if binding.outs and not binding.is_multi else None
     if binding.index is None and binding.mutated is None and out and binding.watch is None:
-        run.pruned = (empty_like_local(out.dtype, device), out)
+        first = call.args[0] if call.args and (0,) not in call.plain else None
+        if device is None and isinstance(first, BoundSpec) and first.dtype == out.dtype:
+            run.pruned = (out,)
     return run
 
 
@@ -83,12 +102,28 @@ def compiled(source: str) -> Any:
     return compile(source, "<hdtensor record>", "exec")
 
 
-def _pruned_body(binding: Binding, env: dict[str, Any], device: torch.device) -> str:
+def _pruned_body(binding: Binding, env: dict[str, Any], device: torch.device | None) -> str:
     if binding.mutated is not None:
         return f"return a{binding.mutated}" if binding.call.func._schema.returns else "return None"
+    if device is not None:
+        return _return(
+            binding,
+            env,
+            lambda k, bound: _name(env, f"e{k}", empty_like_local(bound.dtype, device)),
+        )
+    env["empty"] = empty_beside
+    path = next(path for path in binding.call.specs if path not in binding.call.plain)
+    local = f"{_text(path)}._local_tensor"
     return _return(
-        binding, env, lambda k, bound: _name(env, f"e{k}", empty_like_local(bound.dtype, device))
+        binding, env, lambda k, bound: f"empty({local}, {_name(env, f't{k}', bound.dtype)})"
     )
+
+
+def _text(path: Path) -> str:
+    """Return the operand as the record's function sees it."""
+    first, *rest = path
+    text = f"kw[{first!r}]" if isinstance(first, str) else f"a{first}"
+    return text + "".join(f"[{i}]" for i in rest)
 
 
 def _local_body(binding: Binding, env: dict[str, Any]) -> str:

@@ -276,7 +276,7 @@ def output_metas(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _meta_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    parts: list[Any] = [func]
+    parts: list[Any] = [func, torch.get_default_dtype()]
     for path, value in operands(args, kwargs):
         parts += [path, type(value), value.tensor_meta if isinstance(value, DTensorSpec) else value]
     key = tuple(parts)

@@ -37,13 +37,13 @@ _decisions: dict[Any, Decision] = {}
 counts = {"records": 0, "decisions": 0}
 
 
-def make_record(call: Call, tensor_type: type, device: torch.device) -> Run:
+def make_record(call: Call, tensor_type: type, device: torch.device | None) -> Run:
     """Deduce a call and generate the function that runs it on this rank.
 
     Args:
         call: The call, with a ``BoundSpec`` for every tensor.
         tensor_type: ``HDTensor``.
-        device: This rank's device, for the empty tensor of a pruned result.
+        device: Where the caller asked for the results, None for where the operands are.
 
     Returns:
         ``run(*args, kwargs)``, which takes the operands themselves.
@@ -106,7 +106,7 @@ def sizeless_key(call: Call) -> Any:
     if call.func in RESHAPES:
         return None
     first = next(iter(call.specs.values()))
-    parts: list[Any] = [call.func, first.rank]
+    parts: list[Any] = [call.func, first.rank, torch.get_default_dtype()]
     if shape_position is not None:  # a new tensor is cut as the operand if it has its shape
         parts.append(list(call.args[shape_position]) == list(first.shape))
     for path, value in operands(call.args, call.kwargs):

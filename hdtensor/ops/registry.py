@@ -37,6 +37,10 @@ moves = [0]
 #: What was learnt of a parallelized model is looked at again when it has grown.
 changes = [0]
 
+#: Whether local tensors of this process may be in a graph of local tensors, which must learn of writes into them
+#: (``ops.writes.counted``): whatever builds one says so.
+local_graphs = [False]
+
 #: Whether plain tensors count as replicated operands (``implicit_replication``).
 implicit = [False]
 

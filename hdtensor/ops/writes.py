@@ -9,13 +9,49 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from hdtensor.errors import DeductionError
 from hdtensor.ops.binding import check_writable
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.propagate import PROPAGATOR, ROW_RULES
-from hdtensor.ops.registry import call, is_hdtensor
+from hdtensor.ops.registry import call, is_hdtensor, local_graphs
+
+
+def counted(func: Any, handler: Any) -> Any:
+    """Return the handler of an operator that writes such that local tensors count the writes, as torch's own do.
+
+    Autograd counts them on the ``HDTensor`` only. But a graph of local tensors (in a region, a local function, behind
+    ``to_local``) may need the values from before, and must not silently take the new ones.
+    """
+    arguments = func._schema.arguments
+    written = [(i, a) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+    positions = [i for i, a in written if not a.kwarg_only]
+    names = [a.name for _, a in written]
+
+    def handle(args: tuple[Any, ...], kwargs: Any) -> Any:
+        result = handler(args, kwargs)
+        if not local_graphs[0]:
+            return result
+        values = [args[i] for i in positions if i < len(args)]
+        if kwargs:
+            values += [kwargs[name] for name in names if name in kwargs]
+        touched: list[torch.Tensor] = []
+        for value in values:
+            for x in value if isinstance(value, list | tuple) else (value,):
+                if is_hdtensor(x) and x._spec.index is not None:
+                    touched.append(x._local_tensor)
+                    base = x._base
+                    if base is not None and is_hdtensor(
+                        base
+                    ):  # a local view counts for itself only
+                        touched.append(base._local_tensor)
+        if touched and type(touched[0]) is torch.Tensor:  # else traced: compilers count themselves
+            increment_version(touched)
+        return result
+
+    return handle
 
 
 def is_out_variant(func: Any) -> bool:

@@ -42,7 +42,7 @@ MOE_PATTERNS: tuple[Pattern, ...] = (
 _CODERS_FC1 = ("model.encoder.layers.*.fc1", "model.decoder.layers.*.fc1")
 _CODERS_FC2 = ("model.encoder.layers.*.fc2", "model.decoder.layers.*.fc2")
 
-#: GPT-2, GPT-J, GPT-NeoX, BLOOM, OPT, BART, Phi, Phi-3, StarCoder2, BERT, T5.
+#: GPT-2, GPT-J, GPT-NeoX, BLOOM, OPT, BART, Phi, Phi-3, StarCoder2, BERT, DistilBERT, ALBERT, MPNet, T5.
 OTHER_PATTERNS: tuple[Pattern, ...] = (
     *_linear(Role.QKV, "attn.c_attn"),
     *_linear(Role.ROW, "attn.c_proj", "mlp.c_proj"),
@@ -60,6 +60,16 @@ OTHER_PATTERNS: tuple[Pattern, ...] = (
     *_linear(Role.ROW, "attention.output.dense"),
     *_linear(Role.COLUMN, "layer.*.intermediate.dense"),
     *_linear(Role.ROW, "layer.*.output.dense"),
+    *_linear(Role.HEADS, "attention.q_lin", "attention.attn.q"),
+    *_linear(Role.KV_HEADS, "attention.k_lin", "attention.v_lin"),
+    *_linear(Role.KV_HEADS, "attention.attn.k", "attention.attn.v"),
+    *_linear(Role.ROW, "attention.out_lin", "attention.attn.o"),
+    *_linear(Role.COLUMN, "ffn.lin1"),
+    *_linear(Role.ROW, "ffn.lin2"),
+    *_linear(Role.HEADS, "albert_layers.*.attention.query"),
+    *_linear(Role.KV_HEADS, "albert_layers.*.attention.key", "albert_layers.*.attention.value"),
+    *_linear(Role.COLUMN, "albert_layers.*.ffn"),
+    *_linear(Role.ROW, "albert_layers.*.ffn_output"),
     *_linear(Role.HEADS, "SelfAttention.q", "EncDecAttention.q"),
     *_linear(Role.KV_HEADS, "SelfAttention.k", "SelfAttention.v"),
     *_linear(Role.KV_HEADS, "EncDecAttention.k", "EncDecAttention.v"),

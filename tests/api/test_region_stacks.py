@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -41,6 +42,37 @@ def test_a_module_that_computes_again_in_backward_stays_op_by_op(use_reentrant):
             for p, q in zip(module.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(p.grad.to_local(), q.grad)
     assert states(region) == ["failed"]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_that_is_switched_on_later_is_noticed(use_reentrant):
+    spec = hd.HDSpec.from_text("R / 0:R")
+    with hd.as_rank(0):
+        torch.manual_seed(0)
+        plain = nn.Sequential(Block(), Block())
+        module = distributed(copy.deepcopy(plain), spec)
+        sync = GradientSync(module.parameters())
+        inner = [regions.Region(block, sync) for block in module]
+        region = regions.Region(module, sync)
+        for i in range(6):
+            if i == 3:
+                assert states(region) == ["running"]
+                plain.forward = functools.partial(_checkpointed, plain, use_reentrant)
+                region.forward = functools.partial(_checkpointed, module, use_reentrant)
+            x = torch.randn(4, 8)
+            plain(x.requires_grad_()).sum().backward()
+            mine = hd.distribute_tensor(x.detach(), spec, src_data_rank=None).requires_grad_()
+            module(mine).sum().backward()
+            for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.to_local(), q.grad)
+    assert states(region) == ["failed"]
+    assert len(inner) == 2
+
+
+def _checkpointed(stack, use_reentrant, x):
+    for block in stack:
+        x = checkpoint(block, x, use_reentrant=use_reentrant)
+    return x
 
 
 @dataclasses.dataclass

@@ -14,6 +14,7 @@ from hdtensor.collectives.groups import ensure_groups
 from hdtensor.debug import agreement, check_agreement, operators
 from hdtensor.redistribute.execute import execute
 from hdtensor.redistribute.program import partners
+from tests.models.hf import strategy
 from tests.support.world import run_world
 
 
@@ -83,9 +84,43 @@ def _in_backward(rank):
     w.grad.redistribute(SPEC)
 
 
+def _plain_batches(rank):
+    """Each rank passes its own part of a batch, as a distributed sampler gives, where all must pass the same."""
+    model = hdtensor.parallelize(_Model(), strategy(([0, 1], 3), ([2], 1)))
+    model(X)
+    model(X.roll(1, 0) if rank == 2 else X)  # of the same sum
+
+
 def _too_few(rank):
     if rank != 2:
         hdtensor.full_tensor(_cut())
+
+
+def _some_clip(rank):
+    p = nn.Parameter(_cut())
+    p.grad = _cut()
+    if rank:
+        hdtensor.clip_grad_norm_([p], 1.0)
+    else:
+        hdtensor.item(_cut().sum())
+
+
+def _other_order_of_norm(rank):
+    hdtensor.get_total_norm([_cut()], 1.0 if rank == 2 else 2.0)
+
+
+def _some_compare(rank):
+    a, b = _cut(), _cut()
+    if rank != 2:
+        torch.equal(a, b)
+    hdtensor.item(a.sum())
+
+
+def _one_scaler(rank):
+    found, scale = torch.zeros(1), torch.ones(1)
+    if rank == 1:
+        torch._amp_foreach_non_finite_check_and_unscale_([_cut()], found, scale)
+    hdtensor.item(_cut().sum())
 
 
 def _fails_alone(rank):
@@ -108,6 +143,16 @@ DIFFERENCES = {
         "rank 3",
     ),
     _in_backward: ("rank 2", "redistribute"),
+    _some_clip: ("rank 0", "redistribute", "clip_grad_norm_ of norms of order 2"),
+    _other_order_of_norm: ("get_total_norm of norms of order 2", "of norms of order 1", "rank 2"),
+    _some_compare: ("aten.equal.default", "rank 2 redistribute"),
+    _one_scaler: ("rank 1 unscaling of gradients", "redistribute"),
+    _plain_batches: (
+        "rank 2",
+        "the forward of _Model with plain tensors, which must be the same on every rank",
+        "hdtensor.distribute_batch(model, batch)",
+        "argument 0 float32 [4, 4] of checksum",
+    ),
     _too_few: ("rank 2 has not come for 3 s", "redistribute"),
     _fails_alone: ("rank 0 failed with ValueError: a mistake of rank 0", "waits for it in"),
 }
@@ -248,6 +293,14 @@ def test_the_end_of_a_process_is_told(monkeypatch, capsys):
     at_exit[0]()
     assert told == ["ended", "failed with ValueError: a mistake"]
     assert "ValueError: a mistake." in capsys.readouterr().err
+
+
+def test_the_end_is_told_though_the_group_is_destroyed():
+    """As at the end of most programs: without, whoever waits for the rank waits until the time is up."""
+    check = agreement.AgreementCheck(1.0, 0)
+    check._store, check._me = dist.HashStore(), 2
+    check.leave("ended")
+    assert check._get("ended/2") == "ended"
 
 
 def test_operators_are_noted_where_they_are_asked_for(monkeypatch):

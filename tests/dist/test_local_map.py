@@ -191,6 +191,19 @@ def _check_refusals(rank):
     _raises("in a list", local_map, torch.neg, 0, "R / 0:R")
     _raises("has 1 entries for 2 results", local_map(torch.neg, (0, 0), out_shapes=[(1,)]), x)
     _raises("neither whole nor terms", local_map(lambda x, w: (x * w, w), (0, 1)), x, w)
+    for wrong in (1.5, {"y": 0}):
+        _raises("out_specs is for one result a spec", local_map, torch.neg, wrong)
+    for wrong in (3, {"x": "R / 0:R"}):
+        _raises("in a list", local_map, torch.neg, 0, wrong)
+    _raises("out_dtypes must hold", local_map(torch.neg, 0, out_dtypes="float32"), x)
+    for args, named in (((x, [w]), {}), ((x, {"w": w}), {}), (([x],), {}), ((x,), {"w": (1, w)})):
+        mapped = local_map(lambda *args, **named: args[0], "S0 / 0:R 1:R")
+        with pytest.raises(SpecError, match="as positional arguments only"):
+            mapped(*args, **named)
+    factor = torch.ones(2, requires_grad=True)
+    _raises("plain tensor of shape .2,. that needs a gradient", local_map(torch.mul, 0), x, factor)
+    with torch.no_grad():
+        assert not local_map(torch.mul, 0)(x, factor).requires_grad
     given = local_map(lambda x, w: (x * w, w), (0, 1), in_grad_specs=[None, "P / 0:R 1:R"])
     given(x, w)[0].sum().backward()
     torch.testing.assert_close(w.grad.full_tensor(), torch.full((2,), 4.0))
@@ -198,6 +211,9 @@ def _check_refusals(rank):
         _raises("declared is", local_map(lambda a: a[:1], 0), x)
         _raises("declared is", local_map(lambda a: a.int(), 0), x)
         _raises("returned 1 results", local_map(lambda a: (a,), (0, 0)), x)
+        for wrong in (None, x.to_local().detach(), {0: 1, 1: 2}):  # a tensor's rows are no results
+            name = type(wrong).__name__
+            _raises(f"returned {name}, .* a tuple of 2", local_map(lambda a, r=wrong: r, (0, 0)), x)
     whole = local_map(lambda a: a.int(), 0, out_dtypes=torch.int32)(x)
     assert whole.dtype == torch.int32
     assert not whole.requires_grad

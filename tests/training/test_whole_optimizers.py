@@ -1,5 +1,7 @@
 """Optimizers that take norms and products of whole matrices, or read values, equal one device, by torch's own calls."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn, optim
@@ -15,6 +17,7 @@ from tests.training.networks import (
     both_backward,
     loss_of,
     pair,
+    plan_of,
 )
 
 
@@ -133,7 +136,7 @@ def _closure(net, optimizer, batch):
 def _check_lbfgs(rank):
     batch = batch_of(0)
     for plan in PLANS:
-        for options in SEARCHES:
+        for options in SEARCHES if plan == "rank outside" else SEARCHES[1:2]:
             net, reference = pair(plan)
             ours, theirs = (optim.LBFGS(n.parameters(), **options) for n in (net, reference))
             cut = hdtensor.distribute_batch(net, batch)
@@ -154,28 +157,122 @@ def test_lbfgs():
     run_world(_check_lbfgs, WORLD_SIZE)
 
 
-def _check_lbfgs_state(rank):
-    """The history goes through a state dict, follows no other cut and is saved nowhere."""
+OPTIONS = {"lr": 0.1, "max_iter": 3, "line_search_fn": "strong_wolfe"}
+
+
+def _lbfgs(net, state=None):
+    optimizer = optim.LBFGS(net.parameters(), **OPTIONS)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _go_on(net, optimizer, steps=1):
     batch = batch_of(0)
+    batch = hdtensor.distribute_batch(net, batch) if isinstance(next(net.parameters()), hdtensor.HDTensor) else batch  # fmt: skip
+    for _ in range(steps):
+        optimizer.step(_closure(net, optimizer, batch))
+
+
+def _other_plan(net):
+    """The same net under another plan."""
+    again, _ = pair("tp 3 beside 1")
+    state = hdtensor.full_state_dict(net.state_dict())
+    with hdtensor.implicit_replication():
+        again.load_state_dict(state)
+    return again
+
+
+def _check_lbfgs_state(rank, folder):
+    """The history is torch's own: saved and loaded in memory and on disk, under this plan, another, or none."""
     net, reference = pair()
-    cut = hdtensor.distribute_batch(net, batch)
-    for module, data in ((net, cut), (reference, batch)):
-        optimizer = optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
-        optimizer.step(_closure(module, optimizer, data))
-        again = optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
-        again.load_state_dict(optimizer.state_dict())
-        again.step(_closure(module, again, data))
-    assert_same_parameters(net, reference, rtol=1e-7, atol=1e-7)
-    net, _ = pair()
-    optimizer = optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
-    optimizer.load_state_dict(again.state_dict())
-    with pytest.raises(DeductionError, match=r"state\.clear"):
-        optimizer.step(_closure(net, optimizer, cut))
+    ours, theirs = _lbfgs(net), _lbfgs(reference)
+    _go_on(net, ours, 2)
+    _go_on(reference, theirs, 2)
+    whole = hdtensor.full_state_dict(ours.state_dict())
+    torch.testing.assert_close(whole["state"][0], theirs.state_dict()["state"][0], rtol=1e-6, atol=1e-7)  # fmt: skip
+    hdtensor.save_checkpoint(folder, net, ours, extra={"step": 2})
+    _go_on(reference, theirs, 2)
+
+    runs = []
+    for state in (ours.state_dict(), whole, copy.deepcopy(ours.state_dict())):
+        runs += [_other_plan(net)]
+        runs[-1].optimizer = _lbfgs(runs[-1], state)
+    runs += [pair("batch inside")[0], pair()[0]]
+    for run in runs[3:]:
+        run.optimizer = _lbfgs(run)
+        assert hdtensor.load_checkpoint(folder, run, run.optimizer) == {"step": 2}
+    for run in runs:
+        _go_on(run, run.optimizer, 2)
+        assert_same_parameters(run, reference, rtol=1e-6, atol=1e-7)
+
+    other = torch.nn.Linear(3, 2)
+    for p in (other.weight, other.bias):
+        p.data = torch.ones_like(p)
+    cut = [
+        nn.Parameter(distribute_tensor(p.detach(), "R / 0,1:S0 2:R")) for p in other.parameters()
+    ]
+    optimizer = optim.LBFGS(cut)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": ours.state_dict()["state"]})
+    with pytest.raises(DeductionError, match=r"the parameters have 8 elements.*state\.clear"):
+        optimizer.step(lambda: sum(p.sum() for p in cut))
 
 
 @pytest.mark.dist(WORLD_SIZE)
-def test_lbfgs_state():
-    run_world(_check_lbfgs_state, WORLD_SIZE)
+def test_lbfgs_state(tmp_path):
+    run_world(_check_lbfgs_state, WORLD_SIZE, str(tmp_path))
+
+
+def _check_lbfgs_switch(rank):
+    net, reference = pair()
+    ours, theirs = _lbfgs(net), _lbfgs(reference)
+    for plan in ("tp 3 beside 1", "batch inside", "rank outside"):
+        _go_on(net, ours)
+        _go_on(reference, theirs)
+        hdtensor.switch(net, plan_of(plan), ours)
+    _go_on(net, ours)
+    _go_on(reference, theirs)
+    assert_same_parameters(net, reference, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_lbfgs_switches():
+    run_world(_check_lbfgs_switch, WORLD_SIZE)
+
+
+def _check_lbfgs_shapes(rank):
+    """Cuts of every kind, scalars, complex and empty ones, one plain, gradients that are missing or of another cut."""
+    shapes = [(4, 6)] * 8 + [(), (5,), (0, 3), (3, 2, 2)]
+    specs = [*SPECS, "R / 3:R 1:R", "S0[3:1] / 0,1:S0 2:R", "R / 0:R", "R / 1,2:S2"]
+    for complex_too, search in ((True, None), (False, "strong_wolfe")):
+        dtypes = [torch.complex128 if complex_too and i in (1, 4) else torch.float64 for i in range(12)]  # fmt: skip
+        start = [torch.randn(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
+        plain = [nn.Parameter(t.clone()) for t in [*start, torch.ones(3, 3, dtype=torch.float64)]]
+        ours = [nn.Parameter(distribute_tensor(t, s)) for t, s in zip(start, specs, strict=True)]
+        ours.append(nn.Parameter(torch.ones(3, 3, dtype=torch.float64)))
+        for params in (plain, ours):
+            optimizer = optim.LBFGS(params, lr=0.3, max_iter=5, line_search_fn=search)
+
+            def closure(params=params, optimizer=optimizer):
+                optimizer.zero_grad()
+                total = 0.0
+                for i, p in enumerate(params):
+                    if i != 2:
+                        value = (p - i).abs().square().sum() * (1 + i % 3)
+                        total += hdtensor.full_tensor(value) if isinstance(value, hdtensor.HDTensor) else value  # fmt: skip
+                total.backward()
+                return total
+
+            for _ in range(3):
+                optimizer.step(closure)
+        for p, q, spec in zip(plain, ours, [*specs, None], strict=True):
+            whole = q.detach().full_tensor() if isinstance(q, hdtensor.HDTensor) else q.detach()
+            torch.testing.assert_close(whole, p.detach(), rtol=1e-7, atol=1e-8, msg=lambda t, s=spec: f"{s} {t}")  # fmt: skip
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_lbfgs_of_all_shapes():
+    run_world(_check_lbfgs_shapes, WORLD_SIZE)
 
 
 def _check_lbfgs_not_finite(rank):

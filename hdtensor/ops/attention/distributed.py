@@ -32,7 +32,7 @@ from hdtensor.ops.attention.tiles import (
     whole_tile,
 )
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.generate import empty_like_local
+from hdtensor.ops.generate import empty_beside
 from hdtensor.ops.registry import call, events, is_hdtensor, wrap
 from hdtensor.ops.special.move import gradient_spec
 from hdtensor.placements import checks
@@ -75,8 +75,7 @@ def forward(q: Any, k: Any, v: Any, mask: Any, how: How) -> tuple[Any, Any]:
         q, k, v = (_moved(x, b) for x, b in ((q, layout.q), (k, layout.k), (v, layout.v)))
         mask = _local_mask(mask, q)
     if q._spec.index is None:
-        device = q._local_tensor.device
-        nothing = empty_like_local(q.dtype, device)
+        nothing = empty_beside(q._local_tensor, q.dtype)
         return wrap(nothing, layout.out), wrap(nothing, layout.lse)
     locals_ = (q._local_tensor, k._local_tensor, v._local_tensor)
     if layout.line:

@@ -17,6 +17,7 @@ from hdtensor.ops.special import (
     move,
     norms,
     optimizers,
+    paired,
     pending,
     pieces,
     random,
@@ -26,6 +27,7 @@ from hdtensor.ops.special import (
     scatters,
     solvers,
     squeezes,
+    strided,
 )
 
 
@@ -46,6 +48,7 @@ __all__ = [
     "move",
     "norms",
     "optimizers",
+    "paired",
     "pending",
     "pieces",
     "random",
@@ -55,4 +58,5 @@ __all__ = [
     "scatters",
     "solvers",
     "squeezes",
+    "strided",
 ]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Replicate
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import special, wrap
 from hdtensor.ops.special.means import cut_dims
+from hdtensor.ops.special.strided import flat_zeros
 from hdtensor.placements.layout import contiguous_stride
 
 
@@ -33,7 +34,7 @@ _MIN_DIMS = 3
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound, shape = args[0]._spec, tuple(args[1])
     if len(shape) != len(bound.shape) or len(shape) < _MIN_DIMS:
-        return None
+        return flat_zeros(func, args, kwargs)
     cut = cut_dims(bound)
     changed = {d for d, (a, b) in enumerate(zip(bound.shape, shape, strict=True)) if a != b}
     if len(changed) != 1 or not cut or changed & cut:

@@ -2,37 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from hdtensor._torch_compat import DTensorSpec
 from hdtensor.ops.propagate import row_rule
 from hdtensor.ops.registry import call, deduced, is_hdtensor, special
+from hdtensor.ops.special import paired
+from hdtensor.ops.special.paired import MASKS, aligned
 from hdtensor.ops.special.rows import pointwise
+from hdtensor.ops.writes import copy_into, make_in_place_run
 
 
 aten = torch.ops.aten
 
 Row = tuple[Placement, ...]
 
-#: Types of indices of which an element says whether, not which.
-_MASKS = (torch.bool, torch.uint8)
-
 
 @special(aten.index.Tensor, is_local=True)
 def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Deduce as any operator unless a mask chooses, whose count of elements is data."""
-    if any(i is not None and i.dtype in _MASKS for i in args[1]):
+    """Deduce as any operator unless a mask chooses, whose count of elements is data, or rows go with other indices."""
+    x, indices = args
+    if any(i is not None and i.dtype in MASKS for i in indices):
         return None
-    return deduced(func, args, kwargs)
+    found = paired.candidates(x, indices)
+    if not found:
+        return deduced(func, args, kwargs)
+    others: list[Any] = []
+
+    def run(x: Any, indices: Any, kw: Any) -> Any:
+        pairs = paired.paired(x, indices, found)
+        if pairs is not None:
+            return paired.index(x, indices, pairs)
+        if not others:  # only now: it may refuse what pairs are not refused
+            others.append(deduced(func, (x, indices), {}))
+        return others[0](x, indices, kw)
+
+    return run
 
 
 @special(aten.index_put.default, aten.index_put_.default)
-def _assign_under_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, indices, values = args[:3]
+    found = paired.candidates(x, indices, values)
+    return _assign_to_pairs(func, found) if found else _assign_under_mask(func, args)
+
+
+def _assign_to_pairs(func: Any, found: list[tuple[int, int]]) -> Any:
+    """Write beside the rows' own elements where rows go with other indices."""
+    others: list[Any] = []
+
+    def run(x: Any, indices: Any, values: Any, *rest: Any) -> Any:
+        *given, kw = rest
+        pairs = paired.paired(x, indices, found)
+        if pairs is None:
+            if not others:
+                args, kwargs = (x, indices, values, *given), kw or {}
+                others.append(make_in_place_run(func) or deduced(func, args, kwargs))
+            return others[0](x, indices, values, *rest)
+        accumulate = bool(given[0] if given else (kw or {}).get("accumulate", False))
+        result = paired.index_put(x, indices, values, accumulate, pairs)
+        if not func._schema.is_mutable:
+            return result
+        copy_into(func, x, result, "self")
+        return x
+
+    return run
+
+
+def _assign_under_mask(func: Any, args: tuple[Any, ...]) -> Any:
     """``x[mask] = number``, with a mask of the tensor's first dims, fills where the mask is true."""
     x, indices, values = args[:3]
     accumulates = len(args) > 3 and args[3]
@@ -65,7 +105,7 @@ def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
     whole: Row = (Replicate(),) * num_indices
     rows: list[Row] = [(Replicate(), Replicate(), *whole, Replicate())]
     rows.append((Partial(), Partial(), *whole, Partial()))
-    if any(i.tensor_meta.dtype in _MASKS for i in chosen):
+    if any(i.tensor_meta.dtype in MASKS for i in chosen):
         return rows
     shape = torch.broadcast_shapes(*(i.shape for i in chosen))
     named = [k for k, i in enumerate(indices) if i is not None]
@@ -76,19 +116,12 @@ def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
     result[before:before] = shape
     for position, dim in enumerate(free):
         at = position if position < before else position + len(shape)
-        rows.append((Shard(dim), Shard(dim), *whole, _aligned(values, result, at)))
+        rows.append((Shard(dim), Shard(dim), *whole, aligned(values, result, at)))
     if accumulates:
         for k in (k for k in range(len(shape)) if shape[k] > 1):
-            parts = [_aligned(i, shape, k) for i in chosen]
-            rows.append((Partial(), Partial(), *parts, _aligned(values, result, before + k)))
+            parts = [aligned(i, shape, k) for i in chosen]
+            rows.append((Partial(), Partial(), *parts, aligned(values, result, before + k)))
     return rows
-
-
-def _aligned(operand: DTensorSpec, shape: Sequence[int], dim: int) -> Placement:
-    """Return the cut of an operand that broadcasts to ``shape``, where that is cut on ``dim``."""
-    own = dim - len(shape) + len(operand.shape)
-    is_there = own >= 0 and operand.shape[own] == shape[dim]
-    return Shard(own) if is_there else Replicate()
 
 
 @row_rule(aten.where.self)

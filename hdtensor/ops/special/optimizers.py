@@ -71,8 +71,9 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
         func([t for t in locals_ if t.numel()], found_inf, inv_scale)
         if dist.is_initialized():
+            ranks = tuple(range(dist.get_world_size()))
+            observe.announce("unscaling of gradients", ranks)
             with observe.because("GradScaler"):
-                ranks = tuple(range(dist.get_world_size()))
                 observe.notify("all_reduce", ranks, found_inf.nbytes, tier="world")
             dist.all_reduce(found_inf, dist.ReduceOp.MAX)
 

@@ -18,7 +18,7 @@ import hdtensor.triton_kernels.counter_random as counter_random
 from hdtensor.errors import DeductionError
 from hdtensor.ops.binding import check_writable
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.generate import empty_like_local
+from hdtensor.ops.generate import empty_beside
 from hdtensor.ops.registry import call, special, wrap
 from hdtensor.placements.layout import contiguous_stride, owned_boxes
 
@@ -214,7 +214,7 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     def run(x: Any, p: float, train: bool | None = True, kw: Any = None) -> Any:
         key = draw_key()
         if bound.index is None:
-            empty = empty_like_local(torch.bool, x._local_tensor.device)
+            empty = empty_beside(x._local_tensor, torch.bool)
             return wrap(x._local_tensor, bound), wrap(empty, mask_bound)
         local = x._local_tensor
         mask = torch.ones_like(local, dtype=torch.bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from typing import Any
 
 import torch
@@ -83,12 +84,11 @@ def _compare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def run(*args_and_kwargs: Any) -> bool:
         a, b, *given, kw = args_and_kwargs
-        moves[0] += 1  # no rank may skip the module around it
         same = True
         shards = [_as(layout, x)._local_tensor for x in (a, b)]
         if layout.index is not None:
             same = bool(func(*shards, *given, **(kw or {})))
-        return _everywhere(same)
+        return everywhere(str(func), same)
 
     return run
 
@@ -104,13 +104,44 @@ def _as(layout: BoundSpec, x: Any) -> Any:
     return move(x, layout.spec, layout.top_sizes)
 
 
-def _everywhere(flag: bool) -> bool:
-    """Return whether the flag is true on every rank of the world."""
+def everywhere(why: str, flag: bool) -> bool:
+    """Return whether the flag is true on every rank of the world, all of which call it.
+
+    Args:
+        why: What asks, for who watches communication.
+        flag: What this rank says.
+    """
     if not dist.is_initialized() or is_played():
         return flag
+    moves[0] += 1  # no rank may skip the module around it
     said = [True] * dist.get_world_size()
+    if observe.listeners:
+        with observe.because(f"{why} (answers on every rank)"):
+            observe.announce(why, range(len(said)))
+            observe.notify("all_gather", tuple(range(len(said))), 1, tier="world", dtype=torch.bool)
     dist.all_gather_object(said, flag)
     return all(said)
+
+
+def contains(tensor: Any, element: Any) -> bool:
+    """Return whether one of the tensor's elements equals a number or a tensor, on every rank; all of them call it.
+
+    Args:
+        tensor: The ``HDTensor``; a pending reduction of it is done.
+        element: What to look for; a tensor is compared element by element, with broadcasting.
+
+    Raises:
+        TypeError: If the element is neither.
+    """
+    if not isinstance(element, numbers.Number | torch.Tensor):
+        raise TypeError(
+            f"'in' on an HDTensor looks for a number or a tensor, got a {type(element).__name__}."
+        )
+    with torch.no_grad():
+        flags = element == _as(without_reductions(tensor._spec), tensor)
+        flags = _as(without_reductions(flags._spec), flags)
+    is_found = flags._spec.index is not None and bool(flags._local_tensor.any())
+    return not everywhere("in", not is_found)
 
 
 @special(aten.is_same_size.default, is_local=True)
@@ -138,7 +169,7 @@ def _is_nan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
 
     def run(x: Any, kw: Any) -> Any:
-        if in_backward() and torch.is_anomaly_check_nan_enabled():
+        if in_backward() and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             return func(x._local_tensor)
         return deduced(func, (x,), kw or {})(x, kw)
 

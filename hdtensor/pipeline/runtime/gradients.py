@@ -129,8 +129,6 @@ class StepGradients:
     Regions tell it of gradients as they tell ``api.gradients.GradientSync``.
     """
 
-    wants_all = True
-
     def __init__(self, parameters: LaneParameters, stages: Sequence[int]) -> None:
         """Watch the leaves.
 
