@@ -33,6 +33,9 @@ class Leaf:
         plain = self.parameter._local_tensor.detach()
         if self.parameter.requires_grad:
             plain.requires_grad_()
+            plain.grad_dtype = (
+                self.parameter.grad_dtype
+            )  # gradients may add up in a dtype of their own
             plain.register_post_accumulate_grad_hook(self._bring_home)
         return plain
 

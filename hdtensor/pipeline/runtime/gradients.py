@@ -49,7 +49,7 @@ def bring_home(parameters: LaneParameters, scale: float) -> None:
         total = execute_many(plans, terms, donate=True)
     torch._foreach_mul_(total, scale)
     for (parameter, _), local in zip(work, total, strict=True):
-        _add(parameter, local)
+        _add(parameter, local.to(parameter.dtype))
     parameters.drop_gradients()
     for parameter, _ in parameters.leaves:
         if parameter.requires_grad and not parameter.is_local:
@@ -64,7 +64,9 @@ def _term(parameter: HDTensor, leaves: list[HDTensor], local_of: dict[int, torch
             local = local_of.get(id(leaf))
             local = leaf.grad._local_tensor if local is None else local
             total = local if total is None else total + local
-    return torch.zeros_like(parameter._local_tensor) if total is None else total.contiguous()
+    if total is None:
+        return torch.zeros_like(parameter._local_tensor, dtype=leaves[0].grad_dtype)
+    return total.contiguous()
 
 
 def _pending(parameter: HDTensor) -> BoundSpec:

@@ -11,7 +11,6 @@ from torch import nn
 
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.special.move import gradient_spec
 from hdtensor.placements import HDSpec
 from hdtensor.tensor import HDTensor
 
@@ -40,7 +39,16 @@ class LaneParameters:
         leaves: For each parameter in registration order its leaves in this lane.
     """
 
-    def __init__(self, model: nn.Module, slots: Mapping[str, HDSpec]) -> None:
+    def __init__(
+        self, model: nn.Module, slots: Mapping[str, HDSpec], gradient_dtype: torch.dtype | None
+    ) -> None:
+        """Make the leaves.
+
+        Args:
+            model: Its parameters are ``HDTensor``s.
+            slots: Parameter, under each of its names -> spec on the stage that uses it there.
+            gradient_dtype: In which gradients of parameters of lower precision add up; None: in their own.
+        """
         self.leaves: list[tuple[HDTensor, list[HDTensor]]] = []
         self._places: list[tuple[_Place, HDTensor]] = []
         known: dict[tuple[int, HDSpec], HDTensor] = {}
@@ -54,6 +62,7 @@ class LaneParameters:
                 leaf = known.get((id(parameter), spec))
                 if leaf is None:
                     leaf = known[id(parameter), spec] = _leaf(parameter, spec)
+                    leaf.grad_dtype = _gradient_dtype(parameter.dtype, gradient_dtype)
                     if id(parameter) not in of_parameter:
                         self.leaves.append((parameter, []))
                         of_parameter[id(parameter)] = self.leaves[-1][1]
@@ -92,14 +101,15 @@ def _leaf(parameter: HDTensor, spec: HDSpec) -> HDTensor:
     return nn.Parameter(new_wrapper(HDTensor, local, bound, False), parameter.requires_grad)  # type: ignore[return-value]
 
 
+def _gradient_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return in which dtype gradients of parameters of a dtype add up."""
+    if wanted is None or not dtype.is_floating_point or dtype.itemsize >= wanted.itemsize:
+        return dtype
+    return wanted
+
+
 def _refresh(leaf: HDTensor, parameter: HDTensor) -> None:
     if leaf.is_local and leaf._local_tensor.data_ptr() != parameter._local_tensor.data_ptr():
         leaf._local_tensor = parameter._local_tensor.detach()
     if leaf.requires_grad != parameter.requires_grad:
         leaf.requires_grad_(parameter.requires_grad)
-
-
-def zero_gradient(leaf: HDTensor) -> HDTensor:
-    """Return the gradient of a leaf that no micro-batch reached: zeros in the leaf's own spec."""
-    bound = BoundSpec.bind(gradient_spec(leaf.spec), leaf.shape, None, leaf.dtype)
-    return new_wrapper(HDTensor, torch.zeros_like(leaf._local_tensor), bound, False)

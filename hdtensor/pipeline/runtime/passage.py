@@ -139,6 +139,11 @@ class Passage:
         self._num_crossings = 0
         self._thread = _Turns(self._run) if len(stages) > 1 else None
 
+    @property
+    def stage(self) -> int | None:
+        """Number of this rank's stage that runs now; None before the first one."""
+        return self.segments[self._now].stage if self._now >= 0 else None
+
     def advance(self) -> None:
         """Run up to the end of the next of this rank's stages."""
         if self._thread is None:
