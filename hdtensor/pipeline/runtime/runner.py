@@ -252,6 +252,7 @@ class Runner:
     def _run_lane(
         self, parts: Sequence[MicroBatch], surroundings: Surroundings, loss_scale: float | None
     ) -> None:
+        assert self._lane is not None, "only ranks of lanes run the model"
         is_training = loss_scale is not None
         offload = Offload(self._offloaded, self._parameters)
 
