@@ -59,23 +59,24 @@ def distribute_batch(
 
 def _check_same_batch(batch: Any) -> None:
     """Compare a batch's shapes and checksums over all ranks."""
-
-    def facts(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            total = value.double().sum().item() if not value.is_complex() else 0.0
-            return (tuple(value.shape), str(value.dtype), repr(total))
-        if isinstance(value, Mapping):
-            return tuple((str(k), facts(v)) for k, v in value.items())
-        if isinstance(value, list | tuple):
-            return tuple(facts(v) for v in value)
-        return type(value).__name__
-
-    mine, problem = attempt(lambda: facts(batch))
+    mine, problem = attempt(lambda: batch_facts(batch))
     require_alike(
         "distribute_batch",
         exchange("distribute_batch", mine, problem),
         "Every rank passes the same whole batch; distribute_batch takes each rank's part.",
     )
+
+
+def batch_facts(value: Any) -> Any:
+    """Return shapes, element types and checksums of a batch's tensors, to be compared with other ranks'."""
+    if isinstance(value, torch.Tensor):
+        total = value.double().sum().item() if not value.is_complex() else 0.0
+        return (tuple(value.shape), str(value.dtype), repr(total))
+    if isinstance(value, Mapping):
+        return tuple((str(k), batch_facts(v)) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(batch_facts(v) for v in value)
+    return type(value).__name__
 
 
 def restore_sequence(

@@ -35,8 +35,10 @@ class State(Protocol):
     depth: int
     generating: int
     wants_router_logits: bool
-    is_staged: bool
     runs_lane: bool
+
+    @property
+    def is_staged(self) -> bool: ...
 
 
 #: Arguments of a forward that are cut as the batch; the rest (masks, positions, a cache) stays as it is.

@@ -199,6 +199,18 @@ def key_of(value: Any, inputs: list[HDTensor]) -> Any:
     return [value]  # unhashable on purpose: an object that may change or be changed
 
 
+def tensors_in(value: Any) -> list[HDTensor]:
+    """Return the tensors in what a module is called with, in the order in which ``replace_tensors`` meets them."""
+    found: list[HDTensor] = []
+
+    def note(x: HDTensor) -> HDTensor:
+        found.append(x)
+        return x
+
+    replace_tensors(value, note)
+    return found
+
+
 def replace_tensors(value: Any, change: Any) -> Any:
     """Return the arguments with ``change(x)`` for every ``HDTensor``."""
     kind = type(value)

@@ -36,8 +36,10 @@ from hdtensor._torch_compat import saved_tensor_hooks
 from hdtensor.api import points, region_watch
 from hdtensor.api.gradients import GradientSync
 from hdtensor.api.points import Points
+from hdtensor.api.region_compile import CompiledForward
 from hdtensor.api.region_hooks import has_hooks
 from hdtensor.api.region_leaf import Places, local_of
+from hdtensor.api.region_modules import modules_of
 from hdtensor.api.region_nodes import (
     Enter,
     Layout,
@@ -66,13 +68,8 @@ from hdtensor.tensor import HDTensor
 
 _log = logging.getLogger(__name__)
 
-
 #: Layouts a region remembers, and exact sizes over all of them; past it a table starts anew.
-MAX_LAYOUTS = 256
-
-
-MAX_SIZES = 4096
-
+MAX_LAYOUTS, MAX_SIZES = 256, 4096
 
 #: How often a pass whose backward left a gradient out is recorded again before the module counts as failed.
 _MAX_TRIES = 3
@@ -95,17 +92,10 @@ def install(
         sync: Is told of gradients that plain passes accumulate.
         only_skips: Whether local modules stay op by op, so that the graph shows their parameters.
     """
-    layers = {name for names in description.layer_modules.values() for name in names}
-    chosen = []
-    for name, module in model.named_modules():
-        if not name or not any(True for _ in module.parameters()):
-            continue
-        is_inside = any(name.startswith(f"{layer}.") for layer in layers)
-        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # without a forward
-        if not is_list and (name.rpartition(".")[0] in layers or not is_inside):
-            holds_layers = any(layer.startswith(f"{name}.") for layer in layers)
-            chosen.append(Region(module, sync, is_stack=holds_layers, only_skips=only_skips))
-    return chosen
+    return [
+        Region(module, sync, is_stack=holds_layers, only_skips=only_skips)
+        for module, holds_layers in modules_of(model, description)
+    ]
 
 
 class Region:
@@ -126,6 +116,7 @@ class Region:
         self.only_skips = only_skips
         self.is_stack = is_stack
         self.forward = module.forward
+        self.plain_forward = CompiledForward(module, module.forward)
         self.sync = sync
         self.layouts: dict[Any, Layout] = {}
         self.places = Places(module, is_stack=is_stack)
@@ -149,7 +140,7 @@ class Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module in the best way known for these inputs."""
         if self._must_stay_out():
-            return self.forward(*args, **kwargs)
+            return self.plain_forward(*args, **kwargs)
         inputs: list[HDTensor] = []
         key = (
             self.module.training,
@@ -188,9 +179,9 @@ class Region:
         A checkpoint repeats a forward later and must save the same tensors, whatever was learnt in between.
         """
         return bool(
-            (points.running and region_watch.goes_on())
+            torch.compiler.is_compiling()
+            or (points.running and region_watch.goes_on())
             or suspended[0]
-            or torch.compiler.is_compiling()
             or saved_tensor_hooks() is not None
             or self._is_hooked()
             or not self.places.is_current()
@@ -258,10 +249,8 @@ class Region:
         layout.points, layout.watched, layout.asked = Points(), {}, set()
         before = (events[0], moves[0], num_draws[0])
         watch = Watcher(layout)
-        watched_args, watched_kwargs = (
-            replace_tensors(args, watch.input),
-            replace_tensors(kwargs, watch.input),
-        )
+        watched_args = replace_tensors(args, watch.input)
+        watched_kwargs = replace_tensors(kwargs, watch.input)
         watched = [watch.parameter(i, p) for i, p in enumerate(self.places.parameters)]
         deferral, versions = Deferral(), self._buffer_versions()
         points.recording.append(layout.points)
@@ -381,7 +370,7 @@ class Region:
         region_watch.begun.append(region_watch.manner())
         try:
             with self.places.filled(plain_parameters):
-                plain = self.forward(*plain_args, **plain_kwargs)
+                plain = self.plain_forward(*plain_args, **plain_kwargs)
         except PutOff:
             plain = None
         finally:

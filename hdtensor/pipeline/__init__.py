@@ -2,6 +2,8 @@
 
 from hdtensor.pipeline.exchanges import exchange_of, plan_exchanges, plan_lanes
 from hdtensor.pipeline.lanes import Edge, Exchange, Lane, LaneStage, Place, find_lanes
+from hdtensor.pipeline.runtime import Runner, RunnerOptions, causal_lm_loss
+from hdtensor.pipeline.sampler import LaneSampler
 from hdtensor.pipeline.schedule import (
     SCHEDULES,
     Action,
@@ -33,14 +35,18 @@ __all__ = [
     "Kind",
     "Lane",
     "LaneRun",
+    "LaneSampler",
     "LaneStage",
     "Place",
+    "Runner",
+    "RunnerOptions",
     "Schedule",
     "Span",
     "Task",
     "Timeline",
     "Transport",
     "build_schedule",
+    "causal_lm_loss",
     "exchange_of",
     "find_lanes",
     "microbatch_sizes",

@@ -8,8 +8,9 @@ that build one model on many ranks do.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ aten = torch.ops.aten
 #: Keys drawn so far: a module that is skipped as a whole still draws as many (``api.regions``).
 num_draws = [0]
 
+#: (first, number) of the samples that run now, where they are a part of a larger batch; None: a batch is whole.
+_rows: list[tuple[int, int] | None] = [None]
+
 _LOW, _HIGH = -(2**63), 2**63 - 1
 
 #: ``fill(view, key, start, strides)`` fills one owned box.
@@ -40,12 +44,49 @@ def draw_key(generator: torch.Generator | None = None) -> int:
     return int(torch.randint(_LOW, _HIGH, (), generator=generator).item())
 
 
-def fill_owned(local: torch.Tensor, bound: BoundSpec, key: int, fill: Fill) -> torch.Tensor:
+@contextlib.contextmanager
+def rows_of_batch(first: int, num: int) -> Iterator[None]:
+    """Draw as for some samples of a larger batch: the values that the whole batch would have there.
+
+    Tensors whose dim 0 is the samples, alone or joined with what follows, count from sample ``first`` on. A tensor whose
+    dim 0 is no multiple of ``num``, and a parameter, has no samples, and the same values for every part of the batch.
+
+    Args:
+        first: Number of the first sample in the larger batch.
+        num: Number of samples that run.
+    """
+    before, _rows[0] = _rows[0], (first, num)
+    try:
+        yield
+    finally:
+        _rows[0] = before
+
+
+def fill_owned(
+    local: torch.Tensor, bound: BoundSpec, key: int, fill: Fill, *, is_parameter: bool = False
+) -> torch.Tensor:
     """Fill every box that this rank owns of a tensor."""
     strides = contiguous_stride(bound.shape)
+    offset = 0 if is_parameter else _rows_before(bound.shape)
     for owned in owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, bound.rank):
-        fill(local[owned.local_slices], key, owned.box.start, strides)
+        start = owned.box.start
+        if offset:
+            start = (start[0] + offset, *start[1:])
+        fill(local[owned.local_slices], key, start, strides)
     return local
+
+
+def _rows_before(shape: Sequence[int]) -> int:
+    """Return how much of dim 0 of the larger batch's tensor lies before a tensor of this shape."""
+    if _rows[0] is None or not shape:
+        return 0
+    first, num = _rows[0]
+    per_sample, rest = divmod(shape[0], num)
+    return 0 if rest else first * per_sample
+
+
+def _is_parameter(x: Any) -> bool:
+    return isinstance(x, torch.nn.Parameter)
 
 
 def _check(func: Any, bound: BoundSpec) -> None:
@@ -66,7 +107,8 @@ def _in_place(func: Any, args: tuple[Any, ...], fill_of: Callable[..., Fill]) ->
         key = draw_key((kw or {}).get("generator"))
         if bound.index is not None:
             named = {k: v for k, v in (kw or {}).items() if k != "generator"}
-            fill_owned(x._local_tensor, bound, key, fill_of(*given, **named))
+            fill = fill_of(*given, **named)
+            fill_owned(x._local_tensor, bound, key, fill, is_parameter=_is_parameter(x))
         return x
 
     return run
@@ -180,7 +222,8 @@ def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = out._spec
         key = draw_key((kw or {}).get("generator"))
         if bound.index is not None:
-            fill_owned(out._local_tensor, bound, key, fill_of(*given))
+            fill = fill_of(*given)
+            fill_owned(out._local_tensor, bound, key, fill, is_parameter=_is_parameter(x))
         return out
 
     return run
@@ -219,7 +262,7 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         local = x._local_tensor
         mask = torch.ones_like(local, dtype=torch.bool)
         if train is not False:
-            fill_owned(mask, bound, key, _bernoulli(1.0 - p))
+            fill_owned(mask, bound, key, _bernoulli(1.0 - p), is_parameter=_is_parameter(x))
         scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
         out = local * mask * scale if train is not False else local.clone()
         return wrap(out, bound), wrap(mask, mask_bound)

@@ -144,7 +144,8 @@ class Departure:
         assert self._coming is not None, "schedules put the later stage's backward first"
         local = self._coming()
         self.wait_sent()
-        return new_wrapper(HDTensor, local, self._home, False)
+        found: HDTensor = new_wrapper(HDTensor, local, self._home, False)
+        return found
 
     def wait_sent(self) -> None:
         """Wait until the tensor was sent."""
@@ -188,11 +189,13 @@ def expect(path: Route, device: torch.device, channel: int) -> Pending:
 def hand_over(x: HDTensor, path: Route) -> tuple[Departure, Arrival]:
     """Take a tensor from one stage of this rank to the next."""
     departure = Departure(x, path.home, None, None)
-    local = x.detach().redistribute(path.after.spec)._local_tensor
+    detached: Any = x.detach()
+    local = detached.redistribute(path.after.spec)._local_tensor
     return departure, Arrival(local, path, departure.hand_over, x.requires_grad)
 
 
 def stand_in(x: HDTensor, path: Route) -> HDTensor:
     """Return a tensor behind a point on a rank that has no part of it there."""
     local = empty_like_local(x.dtype, x._local_tensor.device)
-    return new_wrapper(HDTensor, local, path.after, x.requires_grad)
+    found: HDTensor = new_wrapper(HDTensor, local, path.after, x.requires_grad)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -56,10 +57,10 @@ class Executor:
         self,
         stages: Sequence[int],
         call: Callable[[int], Any],
-        weights: Callable[[], Iterable[torch.Tensor]],
+        weights: Callable[[], Iterable[Any]],
         *,
+        around: Callable[[Action], AbstractContextManager[object]],
         is_training: bool = True,
-        note: Callable[[Action], object] = lambda action: None,
         learned: Callable[[int], Learned],
         may_leave: bool,
     ) -> None:
@@ -69,18 +70,18 @@ class Executor:
             stages: Numbers of this rank's stages.
             call: Calls the model with a micro-batch, and sets the loss of the last stage.
             weights: This rank's leaves.
+            around: Gives what holds while an action runs.
             is_training: Whether backward follows.
-            note: Called with each action before it begins.
             learned: What earlier calls with like micro-batches showed.
             may_leave: As ``Passage``.
         """
         self.is_training = is_training
-        self._note = note
         self._learned = learned
         self._may_leave = may_leave
         self._stages = tuple(stages)
         self._call = call
         self._weights = weights
+        self._around = around
         self._passages: dict[int, Passage] = {}
         self._on_their_way: list[Callable[[], object]] = []
         self._splits: dict[tuple[int, int], Split] = {}
@@ -88,10 +89,10 @@ class Executor:
     def run(self, actions: Sequence[Action]) -> None:
         """Run all actions in their order; return when what this rank sends has arrived."""
         for i, action in enumerate(actions):
-            self._note(action)
-            for later in actions[i : i + 1 + _AHEAD]:
-                self._expect(later)
-            self._run(action)
+            with self._around(action):
+                for later in actions[i : i + 1 + _AHEAD]:
+                    self._expect(later)
+                self._run(action)
         for moving in self._on_their_way:
             moving()
         self._on_their_way.clear()

@@ -149,12 +149,11 @@ class FailureGuard:
         frame = sys._current_frames().get(self._main or -1)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         first = self._store.get(f"{self._prefix}/first").decode()
-        print(
+        sys.stderr.write(
             f"{stack}hdtensor.errors.PipelineError: the step ended because {first}. This is rank "
-            f"{dist.get_rank()}{self._where()}, which was still waiting and is ended now.",
-            file=sys.stderr,
-            flush=True,
+            f"{dist.get_rank()}{self._where()}, which was still waiting and is ended now.\n"
         )
+        sys.stderr.flush()
         os._exit(1)
 
 

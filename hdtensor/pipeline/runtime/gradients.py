@@ -161,7 +161,6 @@ class StepGradients:
             found: Homes of all parameters.
             row: This rank's actions.
         """
-        self._parameters.drop_gradients()  # a step before may have failed
         wanted = [home for home in found if home.parameter.requires_grad]
         self._left = Counter(a.stage for a in row if a.kind in _LAST_KINDS)
         self._stage, self._num_started = None, 0
@@ -259,10 +258,18 @@ class StepGradients:
                     torch._foreach_add_(results, self._start(bucket.homes)())
                 torch._foreach_mul_(results, scale)
                 for home, local in zip(bucket.homes, results, strict=True):
-                    _add(home.target, local)
+                    _add(home.target, local.to(home.target.dtype))
         self._buckets, self._bucket_of = [], {}
         self._parameters.drop_gradients()
         self._is_learned = True
+
+    def drop(self) -> None:
+        """Wait for what has started, and forget it."""
+        for bucket in self._buckets:
+            if bucket.finish is not None:
+                bucket.finish()
+        self._buckets, self._bucket_of = [], {}
+        self._parameters.drop_gradients()
 
     def _local_leaves(self, home: Home) -> list[HDTensor]:
         return [leaf for leaf in self._leaves[id(home.parameter)] if leaf.is_local]
@@ -272,7 +279,8 @@ class StepGradients:
         with torch.no_grad(), observe.because("gradients"), observe.profiled("gradient_sync"):
             terms, plans = [], []
             for home, (plan, term) in zip(found, self._terms(found), strict=True):
-                terms.append(term.to(home.target.dtype).contiguous())
+                dtype = torch.promote_types(home.target.dtype, term.dtype)
+                terms.append(term.to(dtype).contiguous())
                 plans.append(plan)
             return start_many(plans, terms, donate=True)
 
@@ -302,7 +310,8 @@ class StepGradients:
             if terms:
                 yield plan, sum((local for _, local in terms[1:]), start=terms[0][1])
             else:
-                yield plan, torch.zeros_like(home.parameter._local_tensor)
+                dtype = self._leaves[id(home.parameter)][0].grad_dtype
+                yield plan, torch.zeros_like(home.parameter._local_tensor, dtype=dtype)
 
 
 def give_empty(found: Iterable[Home]) -> None:

@@ -1,13 +1,21 @@
-"""Losses as sums with counts, so that what is divided by is counted over all lanes and micro-batches."""
+"""Losses as sums and counts, so that the mean over all tokens does not depend on how they were cut."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.nn import functional
 
+from hdtensor._torch_compat import pytree
 from hdtensor.errors import PlanError
+from hdtensor.tensor import HDTensor
+
+
+#: ``loss_fn(output, target)`` returns the sum of a micro-batch's losses, and how many they are.
+LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 
 
 def causal_lm_loss(
@@ -33,9 +41,10 @@ def read_loss(result: Any) -> tuple[torch.Tensor, Any]:
     Raises:
         PlanError: If it is anything else.
     """
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    if is_pair and isinstance(result[0], torch.Tensor) and result[0].ndim == 0:
-        return result
+    if isinstance(result, tuple) and len(result) == 2:
+        total, count = result
+        if isinstance(total, torch.Tensor) and total.ndim == 0:
+            return total, count
     got = (
         f"a tensor of shape {tuple(result.shape)}"
         if isinstance(result, torch.Tensor)
@@ -46,3 +55,65 @@ def read_loss(result: Any) -> tuple[torch.Tensor, Any]:
         f"without dims, and how many they are; got {got}. A mean of each micro-batch would weight tokens unequally: "
         f"use reduction='sum'."
     )
+
+
+class ModelLoss:
+    """A ``transformers`` model's own causal loss, summed.
+
+    The model divides its sum by the number of tokens that it is told, which here is one.
+    """
+
+    #: What the model is called with beside the labels.
+    arguments: ClassVar[dict[str, Any]] = {"num_items_in_batch": 1}
+
+    def __init__(self, model: nn.Module) -> None:
+        """Look whether the model has one.
+
+        Raises:
+            PlanError: If what the model's loss counts is not known.
+        """
+        kind = getattr(model, "loss_type", None)
+        if kind != "ForCausalLM":
+            raise PlanError(
+                f"loss_fn=None takes the model's own loss, which is known for causal language models of transformers "
+                f"(loss_type 'ForCausalLM'), not for {type(model).__name__} (loss_type {kind!r}). Pass a loss_fn that "
+                f"returns (sum, count)."
+            )
+
+    def __call__(self, output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum, and how many tokens it is over."""
+        return output.loss, (labels[:, 1:] != -100).sum()
+
+
+def check_auxiliary(model: nn.Module) -> None:
+    """Refuse losses that are no sums over samples.
+
+    Raises:
+        PlanError: If the model computes routers' losses.
+    """
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise PlanError(AUXILIARY)
+
+
+#: Why routers' losses are refused.
+AUXILIARY = (
+    "output_router_logits: a router's auxiliary loss is a product of means over the whole batch, and no sum over "
+    "micro-batches. Set config.output_router_logits = False, and add a loss that is a sum over tokens in loss_fn."
+)
+
+
+def zero_loss(output: Any) -> torch.Tensor | None:
+    """Return a loss of zero whose backward gives every stage the zeros that it waits for; None without a graph."""
+    for value in pytree.tree_leaves(output):
+        if isinstance(value, HDTensor) and value.requires_grad and value.is_local:
+            return (value * 0.0).sum()
+    return None
+
+
+def value_of(x: Any) -> float:
+    """Return the value of a loss or a count; the ranks of its stage call it together."""
+    if isinstance(x, HDTensor):
+        dtensor = x.to_dtensor()
+        assert dtensor is not None, "its ranks call it"
+        return float(dtensor.full_tensor().detach())
+    return float(x)

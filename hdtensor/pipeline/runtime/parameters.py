@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from hdtensor._torch_compat import new_wrapper
@@ -40,7 +41,16 @@ class LaneParameters:
         shared: Ids of leaves that stand in several places, so that a backward may reach them several times.
     """
 
-    def __init__(self, model: nn.Module, slots: Mapping[str, HDSpec]) -> None:
+    def __init__(
+        self, model: nn.Module, slots: Mapping[str, HDSpec], gradient_dtype: torch.dtype | None
+    ) -> None:
+        """Make the leaves.
+
+        Args:
+            model: Its parameters are ``HDTensor``s.
+            slots: Parameter, under each of its names -> spec on the stage that uses it there.
+            gradient_dtype: In which gradients of parameters of lower precision add up; None: in their own.
+        """
         self.leaves: list[tuple[HDTensor, list[HDTensor]]] = []
         self._places: list[tuple[_Place, HDTensor]] = []
         known: dict[tuple[int, HDSpec], HDTensor] = {}
@@ -54,6 +64,7 @@ class LaneParameters:
                 leaf = known.get((id(parameter), spec))
                 if leaf is None:
                     leaf = known[id(parameter), spec] = _leaf(parameter, spec)
+                    leaf.grad_dtype = _gradient_dtype(parameter.dtype, gradient_dtype)
                     if id(parameter) not in of_parameter:
                         self.leaves.append((parameter, []))
                         of_parameter[id(parameter)] = self.leaves[-1][1]
@@ -92,6 +103,13 @@ def _leaf(parameter: HDTensor, spec: HDSpec) -> HDTensor:
     if bound.index is None and local.numel():
         local = local.new_empty(0)  # the rank holds it for another stage
     return nn.Parameter(new_wrapper(HDTensor, local, bound, False), parameter.requires_grad)  # type: ignore[return-value]
+
+
+def _gradient_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return in which dtype gradients of parameters of a dtype add up."""
+    if wanted is None or not dtype.is_floating_point or dtype.itemsize >= wanted.itemsize:
+        return dtype
+    return wanted
 
 
 def _refresh(leaf: HDTensor, parameter: HDTensor) -> None:

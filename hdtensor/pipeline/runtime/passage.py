@@ -139,6 +139,11 @@ class Passage:
         self._num_crossings = 0
         self._thread = _Turns(self._run) if len(stages) > 1 else None
 
+    @property
+    def stage(self) -> int | None:
+        """Number of this rank's stage that runs now; None before the first one."""
+        return self.segments[self._now].stage if self._now >= 0 else None
+
     def advance(self) -> None:
         """Run up to the end of the next of this rank's stages."""
         if self._thread is None:
@@ -186,7 +191,8 @@ class Passage:
             self.segments[self._now].arrivals.append(arrival)
             return arrival.leaf
         if not set(x.spec.ranks).isdisjoint(spec.ranks):
-            return move(x, spec, None)  # inside one stage
+            moved: HDTensor = move(x, spec, None)  # inside one stage
+            return moved
         channel = self._channel(number)
         if x.is_local:
             self._last = number
@@ -305,7 +311,7 @@ def _thread_settings() -> Callable[[], Any]:
     grad, device = torch.is_grad_enabled(), None
     kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
     dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         device = torch.cuda.current_device()
 
     @contextmanager

@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hdtensor.api import points
-from hdtensor.api.region_nodes import replace_tensors
+from hdtensor.api.region_nodes import replace_tensors, tensors_in
+from hdtensor.pipeline.runtime import replay
 from hdtensor.pipeline.runtime.lane_plan import LanePlan
 from hdtensor.pipeline.runtime.passage import running
 from hdtensor.placements import HDSpec
-from hdtensor.tensor import HDTensor
 
 
 def place(model: nn.Module, plan: LanePlan) -> list[RemovableHandle]:
@@ -38,10 +38,14 @@ class StagePoint:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the module's arguments on its stage."""
         passage = running()
-        if passage is None:
+        if passage is None and not replay.is_replaying():
             return None
-        tensors: list[HDTensor] = []
-        replace_tensors((args, kwargs), lambda x: tensors.append(x) or x)
-        moved = iter(passage.cross(tensors, self.spec, is_turn=self.is_turn))
+        tensors = tensors_in((args, kwargs))
+        if passage is None:
+            moved = iter(replay.again(self, tensors))
+        else:
+            found = passage.cross(tensors, self.spec, is_turn=self.is_turn)
+            replay.note(self, passage, tensors, found)
+            moved = iter(found)
         new_args = replace_tensors(args, lambda _: next(moved))
         return new_args, replace_tensors(kwargs, lambda _: next(moved))

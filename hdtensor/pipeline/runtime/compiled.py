@@ -1,0 +1,67 @@
+"""Compiled modules of a model that a runner calls."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from hdtensor.api import regions
+from hdtensor.api.region_modules import modules_of
+from hdtensor.errors import PlanError
+from hdtensor.plan import ModelDescription
+
+
+class CompiledModules:
+    """Hands what ``module.compile()`` made to the regions that run the modules on plain tensors.
+
+    Attributes:
+        regions: Of this rank's lane.
+    """
+
+    def __init__(self, model: nn.Module, description: ModelDescription, use_regions: bool) -> None:
+        """Find the modules that may be compiled.
+
+        Args:
+            model: The model.
+            description: Tells which modules are layers.
+            use_regions: Whether there are regions.
+        """
+        self.regions: list[regions.Region] = []
+        self._model = model
+        found = modules_of(model, description) if use_regions else []
+        self._allowed = {id(module) for module, _ in found}
+
+    def look(self) -> None:
+        """Hand over what was compiled since the last step.
+
+        Raises:
+            PlanError: On every rank, if it cannot run in a pipeline.
+        """
+        compiled = False
+        for name, module in self._model.named_modules():
+            if hasattr(module, "_orig_mod"):
+                raise PlanError(
+                    f"{name} is the result of torch.compile(module), which would trace the stages' messages. Compile in "
+                    f"place, with module.compile(), after the Runner is made."
+                )
+            if module.__dict__.get("_compiled_call_impl") is None:
+                continue
+            compiled = True
+            if id(module) not in self._allowed:
+                raise PlanError(
+                    f"{name or 'the model'} was compiled, but would trace the stages' messages, or is inside of what "
+                    f"runs as a whole. Compile layers, their children, or modules outside of layers, with use_regions."
+                )
+        if compiled:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        for region in self.regions:
+            region.plain_forward.adopt()
+        if any(region.only_skips for region in self.regions):
+            warnings.warn(
+                "compiled modules run as they are under schedules that split the backward, which looks for each weight "
+                "in the graph; use 1F1B, GPipe or Interleaved1F1B to run them compiled.",
+                stacklevel=4,
+            )

@@ -1,0 +1,78 @@
+"""What a runner may be told beside its model, plan, loss and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from hdtensor.errors import PlanError
+from hdtensor.pipeline.lanes import Lane
+from hdtensor.plan import Pattern
+
+
+#: All stages, none, or a choice: numbers of stages in every lane that has them, or pairs (lane, stage).
+StageChoice: TypeAlias = bool | Collection[int | tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions:
+    """Options of ``Runner``, which takes them as keyword arguments.
+
+    Attributes:
+        targets: Names in a batch that go to ``loss_fn`` and not to the model. Without a ``loss_fn`` the model gets them.
+        keep_plain: Names in a batch that stay plain tensors, as for ``distribute_batch``.
+        patterns: As for ``parallelize``.
+        use_regions: As for ``parallelize``.
+        activation_checkpointing: Stages whose layers keep only what they are called with, and compute the rest again in
+            the backward.
+        activation_offload: Stages whose saved activations wait for the backward in host memory.
+        gradient_dtype: In which gradients of parameters of lower precision add up and are summed over lanes, before
+            they are rounded to the parameter's own; None: in the parameter's own all along.
+    """
+
+    targets: Collection[str] = ("labels",)
+    keep_plain: Collection[str] = ("attention_mask",)
+    patterns: Sequence[Pattern | tuple[str, str]] = ()
+    use_regions: bool = True
+    activation_checkpointing: StageChoice = False
+    activation_offload: StageChoice = False
+    gradient_dtype: torch.dtype | None = torch.float32
+
+
+def chosen_stages(
+    name: str, choice: StageChoice, lanes: Sequence[Lane], index: int
+) -> frozenset[int]:
+    """Return the numbers of a lane's stages that are in a choice.
+
+    >>> lanes = [Lane.chain([(0,), (1,)]), Lane.chain([(2,)])]
+    >>> sorted(chosen_stages("x", [1, (1, 0)], lanes, 0)), sorted(chosen_stages("x", [1, (1, 0)], lanes, 1))
+    ([1], [0])
+
+    Args:
+        name: Of the option, for errors.
+        choice: The stages of all lanes.
+        lanes: The lanes.
+        index: Which of them.
+
+    Raises:
+        PlanError: If the choice names a stage that no lane has.
+    """
+    if isinstance(choice, bool):
+        return frozenset(range(lanes[index].num_stages) if choice else ())
+    known = {(i, s) for i, lane in enumerate(lanes) for s in range(lane.num_stages)}
+    chosen: set[tuple[int, int]] = set()
+    for item in choice:
+        found = {place for place in known if item in (place, place[1])}
+        if not found:
+            stages = ", ".join(
+                f"lane {i}: 0 to {lane.num_stages - 1}" for i, lane in enumerate(lanes)
+            )
+            raise PlanError(
+                f"{name}: there is no stage {item!r}; the stages are {stages}. Give True, numbers of stages, or pairs "
+                f"(lane, stage)."
+            )
+        chosen |= found
+    return frozenset(stage for lane, stage in chosen if lane == index)

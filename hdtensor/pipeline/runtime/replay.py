@@ -1,0 +1,90 @@
+"""Computing again what a micro-batch computed before, in its backward: nothing crosses between stages a second time."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+from hdtensor.errors import PlanError
+from hdtensor.ops.special.move import move
+from hdtensor.pipeline.runtime.feed import MicroBatch
+from hdtensor.pipeline.runtime.passage import Passage
+from hdtensor.tensor import HDTensor
+
+
+#: Gives a tensor behind a stage point for one before it.
+Again = Callable[[HDTensor], HDTensor]
+
+#: The micro-batch whose call goes on, or whose backward runs; it may be on a thread of its own.
+_forward: list[MicroBatch] = []
+_backward: list[MicroBatch] = []
+
+
+@contextlib.contextmanager
+def recording(part: MicroBatch) -> Iterator[None]:
+    """Have stage points tell a micro-batch what came through them."""
+    _forward.append(part)
+    try:
+        yield
+    finally:
+        _forward.pop()
+
+
+@contextlib.contextmanager
+def replaying(part: MicroBatch) -> Iterator[None]:
+    """Have stage points that are called again give what they gave a micro-batch at first."""
+    _backward.append(part)
+    try:
+        yield
+    finally:
+        _backward.pop()
+
+
+def note(
+    point: object, passage: Passage, given: Sequence[HDTensor], results: Sequence[HDTensor]
+) -> None:
+    """Note what a micro-batch that runs found behind a stage point."""
+    if _forward:
+        leaves = {id(a.leaf) for segment in passage.segments for a in segment.arrivals}
+        again = [_again(x, y, id(y) in leaves) for x, y in zip(given, results, strict=True)]
+        _forward[-1].behind.setdefault(point, []).append(again)
+
+
+def is_replaying() -> bool:
+    """Return whether a call of a module now computes something again."""
+    return bool(_backward)
+
+
+def again(point: object, given: Sequence[HDTensor]) -> list[HDTensor]:
+    """Return what the micro-batch whose backward runs found behind a stage point.
+
+    Raises:
+        PlanError: If its call passed the point several times.
+    """
+    passed = _backward[-1].behind.get(point, [])
+    if len(passed) != 1 or len(passed[0]) != len(given):
+        raise PlanError(
+            f"a module that begins a stage is computed again, but was called {len(passed)} times in the model's call: "
+            f"which call is meant is not known. Checkpoint what is inside the module, or Runner's "
+            f"activation_checkpointing, which begins behind the stage's beginning."
+        )
+    return [make(x) for make, x in zip(passed[0], given, strict=True)]
+
+
+def _again(before: HDTensor, behind: HDTensor, has_arrived: bool) -> Again:
+    if behind is before:
+        return lambda x: x
+    if has_arrived:
+        leaf = weakref.ref(behind)  # it lives as long as its stage's backward may need it
+
+        def arrived(_: HDTensor) -> HDTensor:
+            found = leaf()
+            assert found is not None, "a stage keeps what came to it until its backward ended"
+            return found
+
+        return arrived
+    if behind.is_local or (before.is_local and not behind.is_leaf):
+        spec = behind.spec
+        return lambda x: move(x, spec, None)
+    return lambda _: behind
