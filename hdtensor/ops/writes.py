@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from hdtensor.errors import DeductionError
 from hdtensor.ops.binding import check_writable
@@ -100,15 +100,23 @@ def make_in_place_run(func: Any) -> Any | None:
 
 
 def make_instead_of_new_layout(func: Any, args: tuple[Any, ...]) -> Any | None:
-    """Return the function that runs an in-place operator of one tensor by its functional form, None for others.
+    """Return the function that runs an in-place operator by its functional form, None where that is not offered.
 
-    For where the operator's own rule gives the tensor another layout than it has.
+    For where the operator's own rule gives the tensor another layout than it has: of one tensor alone, and of one whose
+    reduction is pending inside its subgroups, which the result's first rank then keeps (autograd's own formulas fill such
+    gradients in place).
     """
     if not func._schema.is_mutable or not func._schema.name.endswith("_"):
         return None
-    if sum(isinstance(arg, torch.Tensor) for arg in args) != 1:
-        return None
-    return functional_then_copy(func)
+    is_alone = sum(isinstance(arg, torch.Tensor) for arg in args) == 1
+    return functional_then_copy(func) if is_alone or _is_pending_inside(args[0]) else None
+
+
+def _is_pending_inside(x: Any) -> bool:
+    """Whether a tensor's reduction is pending inside its subgroups only."""
+    if not is_hdtensor(x) or isinstance(x.spec.top, Partial):
+        return False
+    return any(isinstance(p, Partial) for g in x.spec.subgroups for p in g.placements)
 
 
 def functional_then_copy(func: Any) -> Any | None:
@@ -168,4 +176,5 @@ def _is_near(into: BoundSpec, have: BoundSpec) -> bool:
     if into.spec is have.spec:
         return True
     meshes = [[(g.ranks, g.mesh_shape) for g in b.spec.subgroups] for b in (into, have)]
-    return into.spec.top == have.spec.top and meshes[0] == meshes[1] and not into.spec.has_partial()
+    is_pending = isinstance(into.spec.top, Partial)
+    return into.spec.top == have.spec.top and meshes[0] == meshes[1] and not is_pending
