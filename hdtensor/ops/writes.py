@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from hdtensor.errors import DeductionError
 from hdtensor.ops.binding import check_writable
@@ -100,19 +100,33 @@ def make_in_place_run(func: Any) -> Any | None:
 
 
 def make_instead_of_new_layout(func: Any, args: tuple[Any, ...]) -> Any | None:
-    """Return the function that runs an in-place operator of one tensor by its functional form, None for others.
+    """Return the function that runs an in-place operator by its functional form, None where that is not offered.
 
-    For where the operator's own rule gives the tensor another layout than it has.
+    For where the operator's own rule gives the tensor another layout than it has: of one tensor alone, and of several where
+    the written one's reduction is pending inside its subgroups: the first rank then keeps the result (autograd's own formulas
+    fill such gradients under a mask). ``pending.relu_()`` stays an error, as in DTensor.
     """
     if not func._schema.is_mutable or not func._schema.name.endswith("_"):
         return None
-    if sum(isinstance(arg, torch.Tensor) for arg in args) != 1:
-        return None
-    return functional_then_copy(func)
+    if sum(isinstance(arg, torch.Tensor) for arg in args) == 1:
+        return functional_then_copy(func)
+    return functional_then_copy(func, may_be_pending=True) if _is_pending_inside(args[0]) else None
 
 
-def functional_then_copy(func: Any) -> Any | None:
-    """Return the function that runs an in-place operator by its functional form, None if it has none."""
+def _is_pending_inside(x: Any) -> bool:
+    """Whether a tensor's reduction is pending inside its subgroups only."""
+    if not is_hdtensor(x) or isinstance(x.spec.top, Partial):
+        return False
+    return any(isinstance(p, Partial) for g in x.spec.subgroups for p in g.placements)
+
+
+def functional_then_copy(func: Any, *, may_be_pending: bool = False) -> Any | None:
+    """Return the function that runs an in-place operator by its functional form, None if it has none.
+
+    Args:
+        func: The operator.
+        may_be_pending: Whether the tensor may be one whose reduction is pending inside its subgroups.
+    """
     schema = func._schema
     wanted = [(a.name, str(a.type)) for a in schema.arguments]
     functional = _overload(func, schema.name[:-1], wanted)
@@ -121,7 +135,7 @@ def functional_then_copy(func: Any) -> Any | None:
 
     def run(x: Any, *rest: Any) -> Any:
         result = call(functional, x, *rest[:-1], **(rest[-1] or {}))
-        copy_into(func, x, result, func._schema.arguments[0].name)
+        copy_into(func, x, result, func._schema.arguments[0].name, may_be_pending=may_be_pending)
         return x
 
     return run
@@ -138,7 +152,9 @@ def _overload(func: Any, name: str, arguments: list[tuple[str, str]]) -> Any | N
     return None
 
 
-def copy_into(func: Any, out: Any, result: Any, name: str = "out") -> None:
+def copy_into(
+    func: Any, out: Any, result: Any, name: str = "out", *, may_be_pending: bool = False
+) -> None:
     """Copy a result into a tensor that keeps its layout; ``name`` is what the operator calls it.
 
     Raises:
@@ -151,7 +167,7 @@ def copy_into(func: Any, out: Any, result: Any, name: str = "out") -> None:
         )
     check_writable(func, name, out._spec)
     into, have = out._spec, result._spec
-    if out.shape != result.shape or not _is_near(into, have):
+    if out.shape != result.shape or not _is_near(into, have, may_be_pending):
         advice = "Use the out-of-place operator, or redistribute"
         raise DeductionError(
             f"{func}: writing in place would change the layout of {name!r} from {into} to {have}. {advice} {name!r} first."
@@ -161,11 +177,12 @@ def copy_into(func: Any, out: Any, result: Any, name: str = "out") -> None:
     out._local_tensor.copy_(result._local_tensor)
 
 
-def _is_near(into: BoundSpec, have: BoundSpec) -> bool:
+def _is_near(into: BoundSpec, have: BoundSpec, may_be_pending: bool) -> bool:
     """Whether a result fits as it is, or after a conversion inside the subgroups."""
     if into.top_sizes != have.top_sizes:
         return False
     if into.spec is have.spec:
         return True
     meshes = [[(g.ranks, g.mesh_shape) for g in b.spec.subgroups] for b in (into, have)]
-    return into.spec.top == have.spec.top and meshes[0] == meshes[1] and not into.spec.has_partial()
+    is_pending = isinstance(into.spec.top, Partial) if may_be_pending else into.spec.has_partial()
+    return into.spec.top == have.spec.top and meshes[0] == meshes[1] and not is_pending

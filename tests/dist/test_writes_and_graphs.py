@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hdtensor import HDTensor, distribute_tensor, local_map
+from hdtensor import HDSpec, HDTensor, distribute_tensor, local_map
 from tests.support.world import run_world
 
 
@@ -87,3 +87,18 @@ def _check_a_local_function_that_writes(rank):
 @pytest.mark.dist(WORLD_SIZE)
 def test_a_local_function_that_writes_into_its_argument():
     run_world(_check_a_local_function_that_writes, WORLD_SIZE)
+
+
+def _fill_pending(rank):
+    local = torch.full((3,), float(rank + 1))
+    x = HDTensor.from_local(local, "R / 0,1:P 2:R", shape=(3,))
+    mask = torch.tensor([True, False, True])
+    x.masked_fill_(distribute_tensor(mask, "R / 0,1:R 2:R", src_data_rank=None), 7.0)
+    assert x.spec == HDSpec.from_text("R / 0,1:P 2:R")
+    expected = torch.tensor([7.0, 3.0, 7.0])  # 1 + 2, and on rank 2 its own 3
+    assert torch.equal(x.redistribute("R / 0,1:R 2:R").to_local(), expected)
+
+
+@pytest.mark.dist(3)
+def test_what_is_pending_inside_a_subgroup_can_be_filled():
+    run_world(_fill_pending, 3)
