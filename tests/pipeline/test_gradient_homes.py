@@ -57,13 +57,13 @@ def _in_small_buckets(rank, name, build, schedule):
     gradients.BUCKET_BYTES = 20_000
     early = []
     if rank in {r for lane in runner.lanes for r in lane.ranks}:
-        flush = runner._gradients.flush
+        flush = runner._mine.gradients.flush
 
         def count_early():
-            early.append(runner._gradients._num_started)
+            early.append(runner._mine.gradients._num_started)
             return flush()
 
-        runner._gradients.flush = count_early
+        runner._mine.gradients.flush = count_early
     for step in range(2):
         _compare(runner, reference, step)
     return early
@@ -90,8 +90,8 @@ def _late(rank, zero):
     runner, reference = Runner(_tied(), plan("unlike", zero)), _tied()
     _compare(runner, reference, 0)
     if rank in (1, 4):  # these take every gradient for its leaf's last
-        runner._gradients._is_done = lambda leaf: True
-        runner._gradients._parameters.shared = set()
+        runner._mine.gradients._is_done = lambda leaf: True
+        runner._mine.gradients._parameters.shared = set()
     _compare(runner, reference, 1)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -13,6 +14,7 @@ from hdtensor._torch_compat import new_wrapper
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.generate import empty_like_local
 from hdtensor.ops.special.move import gradient_spec
+from hdtensor.pipeline.runtime.recording import waited
 from hdtensor.placements import HDSpec
 from hdtensor.placements.layout import contiguous_stride
 from hdtensor.redistribute import overlap
@@ -21,6 +23,8 @@ from hdtensor.redistribute.steps import RedistributePlan
 from hdtensor.redistribute.topology import topology_in_use
 from hdtensor.tensor import HDTensor
 
+
+_T = TypeVar("_T")
 
 #: Hidden states are (batch, sequence, features).
 _HIDDEN_DIMS = 3
@@ -142,7 +146,7 @@ class Departure:
         """Wait for the gradient."""
         self.expect_gradient()
         assert self._coming is not None, "schedules put the later stage's backward first"
-        local = self._coming()
+        local = waiting(self._coming)
         self.wait_sent()
         found: HDTensor = new_wrapper(HDTensor, local, self._home, False)
         return found
@@ -151,7 +155,7 @@ class Departure:
         """Wait until the tensor was sent."""
         sending, self._sending = self._sending, None
         if sending is not None:
-            sending()
+            waiting(sending)
 
 
 def send(x: HDTensor, path: Route, channel: int) -> Departure:
@@ -178,7 +182,15 @@ def receive(x: HDTensor, path: Route, channel: int, coming: Pending) -> Arrival:
     def send_back(local: torch.Tensor) -> Pending:
         return overlap.start(path.back, local, reverse=True, channel=channel)
 
-    return Arrival(coming(), path, send_back, x.requires_grad)
+    return Arrival(waiting(coming), path, send_back, x.requires_grad)
+
+
+def waiting(pending: Callable[[], _T]) -> _T:
+    """Return what comes, and note how long it took."""
+    start = time.perf_counter()
+    result = pending()
+    waited[0] += time.perf_counter() - start
+    return result
 
 
 def expect(path: Route, device: torch.device, channel: int) -> Pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 
 from hdtensor._torch_compat import backward_for_input, backward_for_weight
 from hdtensor.pipeline.runtime.passage import Learned, Passage, Segment
+from hdtensor.pipeline.runtime.recording import Recording, waited
 from hdtensor.pipeline.schedule.actions import GRADIENT_KINDS, Action, Kind
 from hdtensor.tensor import HDTensor
 
@@ -60,7 +62,6 @@ class Executor:
         weights: Callable[[], Iterable[Any]],
         *,
         around: Callable[[Action], AbstractContextManager[object]],
-        is_training: bool = True,
         learned: Callable[[int], Learned],
         may_leave: bool,
     ) -> None:
@@ -71,11 +72,10 @@ class Executor:
             call: Calls the model with a micro-batch, and sets the loss of the last stage.
             weights: This rank's leaves.
             around: Gives what holds while an action runs.
-            is_training: Whether backward follows.
             learned: What earlier calls with like micro-batches showed.
             may_leave: As ``Passage``.
         """
-        self.is_training = is_training
+        self.is_training = True
         self._learned = learned
         self._may_leave = may_leave
         self._stages = tuple(stages)
@@ -86,13 +86,26 @@ class Executor:
         self._on_their_way: list[Callable[[], object]] = []
         self._splits: dict[tuple[int, int], Split] = {}
 
-    def run(self, actions: Sequence[Action]) -> None:
-        """Run all actions in their order; return when what this rank sends has arrived."""
+    def run(
+        self, actions: Sequence[Action], *, is_training: bool, recording: Recording | None = None
+    ) -> None:
+        """Run all actions in their order; return when what this rank sends has arrived.
+
+        Args:
+            actions: This rank's.
+            is_training: Whether backward follows.
+            recording: Notes the actions.
+        """
+        self.is_training = is_training
         for i, action in enumerate(actions):
             with self._around(action):
                 for later in actions[i : i + 1 + _AHEAD]:
                     self._expect(later)
+                start, before = time.perf_counter(), waited[0]
                 self._run(action)
+                if recording is not None:
+                    end = time.perf_counter()
+                    recording.note(action, start, end, waited[0] - before)
         for moving in self._on_their_way:
             moving()
         self._on_their_way.clear()

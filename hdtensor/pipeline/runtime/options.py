@@ -10,7 +10,8 @@ import torch
 
 from hdtensor.errors import PlanError
 from hdtensor.pipeline.lanes import Lane
-from hdtensor.plan import Pattern
+from hdtensor.plan import AnnotationPlan, Pattern
+from hdtensor.plan.strategy import StrategyPlan
 
 
 #: All stages, none, or a choice: numbers of stages in every lane that has them, or pairs (lane, stage).
@@ -76,3 +77,33 @@ def chosen_stages(
             )
         chosen |= found
     return frozenset(stage for lane, stage in chosen if lane == index)
+
+
+def lane_counts(
+    plan: AnnotationPlan, given: int | Sequence[int] | None, num_lanes: int
+) -> list[int]:
+    """Return each lane's number of micro-batches: what is given, or what the plan says.
+
+    Raises:
+        PlanError: If neither says it.
+    """
+    if given is not None:
+        counts = [given] * num_lanes if isinstance(given, int) else list(given)
+        if len(counts) != num_lanes or any(not isinstance(n, int) or n < 1 for n in counts):
+            raise PlanError(
+                f"num_microbatches must be one number for each of the {num_lanes} lanes, at least 1, got {given}."
+            )
+        return counts
+    pipelines = plan.pipelines if isinstance(plan, StrategyPlan) else ()
+    if len(pipelines) != num_lanes or any(p.microbatches is None for p in pipelines):
+        raise PlanError(
+            f"the plan does not say how many micro-batches each of its {num_lanes} lanes runs; give its pipelines "
+            f"'microbatches', or pass num_microbatches."
+        )
+    return [p.microbatches or 1 for p in pipelines]
+
+
+def lane_sizes(plan: AnnotationPlan, num_lanes: int) -> list[int | None]:
+    """Return each lane's samples in a micro-batch, None where the plan does not say it."""
+    pipelines = plan.pipelines if isinstance(plan, StrategyPlan) else ()
+    return [p.mbs for p in pipelines] if len(pipelines) == num_lanes else [None] * num_lanes
