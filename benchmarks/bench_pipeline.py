@@ -70,26 +70,38 @@ def plan_of(*pipelines: tuple[int, list[tuple[tuple[int, ...], int]]]) -> Plan:
 NUM_MICROBATCHES, LENGTH = 8, 32
 
 
-class _TorchStage(nn.Module):
-    """Half of a Llama, as one writes it for ``PipelineStage``."""
+class SmallLlama(nn.Module):
+    """A Llama of plain torch around ``transformers``' layers: the same program for both sides."""
 
-    def __init__(self, whole: Any, layers: slice, *, is_first: bool) -> None:
+    #: Gives rotary tables their dtype and device.
+    like = torch.empty(0)
+
+    def __init__(self, num_layers: int) -> None:
+        """Build it with the same weights at every call."""
         super().__init__()
-        self.is_first = is_first
-        self.embed = whole.model.embed_tokens if is_first else None
-        self.layers = whole.model.layers[layers]
+        whole = _model(num_layers)
+        self.embed_tokens: nn.Module | None = whole.model.embed_tokens
+        self.layers = whole.model.layers
         self.rotary = whole.model.rotary_emb
-        self.norm = None if is_first else whole.model.norm
-        self.head = None if is_first else whole.lm_head
+        self.norm: nn.Module | None = whole.model.norm
+        self.lm_head: nn.Module | None = whole.lm_head
+
+    def keep(self, layers: slice, *, is_first: bool, is_last: bool) -> None:
+        """Keep one stage, as one writes it for ``PipelineStage``."""
+        self.layers = self.layers[layers]
+        if not is_first:
+            self.embed_tokens = None
+        if not is_last:
+            self.norm = self.lm_head = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return hidden states, or logits on the last stage."""
-        if self.embed is not None:
-            x = self.embed(x)
-        tables = self.rotary(x, torch.arange(x.shape[1])[None])
+        """Return logits of token ids; of a stage what it has."""
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+        tables = self.rotary(self.like, torch.arange(x.shape[1])[None])
         for layer in self.layers:
             x = layer(x, position_embeddings=tables, attention_mask=None)
-        return x if self.head is None or self.norm is None else self.head(self.norm(x))
+        return x if self.lm_head is None or self.norm is None else self.lm_head(self.norm(x))
 
 
 def _token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -107,8 +119,10 @@ def _model(num_layers: int) -> Any:
 def beside_torch(settings: Settings) -> list[Row]:
     """Two stages of two layers on two ranks, 1F1B, beside ``torch.distributed.pipelining``."""
     rank = dist.get_rank()
-    whole = _model(4)
-    stage_module = _TorchStage(whole, slice(0, 2) if rank == 0 else slice(2, 4), is_first=rank == 0)
+    stage_module = SmallLlama(4)
+    stage_module.keep(
+        slice(0, 2) if rank == 0 else slice(2, 4), is_first=rank == 0, is_last=rank == 1
+    )
     ids = torch.randint(
         0, 256, (NUM_MICROBATCHES, LENGTH), generator=torch.Generator().manual_seed(1)
     )
@@ -122,9 +136,9 @@ def beside_torch(settings: Settings) -> list[Row]:
         else:
             schedule.step(target=ids, losses=[])
 
-    model = _model(4)
+    model = SmallLlama(4)
     runner = Runner(model, plan_of((NUM_MICROBATCHES, [((0,), 2), ((1,), 2)])), schedule="1F1B")
-    data = {"input_ids": ids, "labels": ids}
+    data = (ids, ids)
 
     def our_step() -> None:
         model.zero_grad()
@@ -155,12 +169,12 @@ def _compare(stage: nn.Module, model: nn.Module) -> None:
     ours = {n: p.grad for n, p in model.named_parameters() if p.is_local}
     for name, parameter in stage.named_parameters():
         kind, _, rest = name.partition(".")
-        full = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}.get(kind)
-        if full is None:
+        whole_name = name
+        if kind == "layers":
             number, _, rest = rest.partition(".")
-            full = f"model.layers.{int(number) + 2 * dist.get_rank()}"
+            whole_name = f"layers.{int(number) + 2 * dist.get_rank()}.{rest}"
         torch.testing.assert_close(
-            ours[f"{full}.{rest}"].to_local(), parameter.grad, rtol=1e-3, atol=1e-5
+            ours[whole_name].to_local(), parameter.grad, rtol=1e-3, atol=1e-5
         )
 
 
@@ -171,11 +185,9 @@ def pruned(settings: Settings) -> list[Row]:
     """Rank 0 holds 8 layers of 32, or of 9: the CPU time that 23 more pruned layers take."""
     candidates: dict[str, Callable[[], object]] = {}
     for name, others in (("32", 24), ("9", 1)):
-        model = _model(8 + others)
+        model = SmallLlama(8 + others)
         runner = Runner(model, plan_of((4, [((0,), 8), ((1,), others)])))
-        data = dict.fromkeys(
-            ("input_ids", "labels"), torch.arange(4 * LENGTH).view(4, LENGTH) % 256
-        )
+        data = (torch.arange(4 * LENGTH).view(4, LENGTH) % 256,) * 2
 
         def step(runner: Runner = runner, model: nn.Module = model, data: Any = data) -> None:
             model.zero_grad()
@@ -292,13 +304,11 @@ def memory(settings: Settings) -> list[Row]:
     """The most bytes that autograd saves on the first of two stages."""
     most = {}
     for name in ("1F1B", "GPipe"):
-        model = _model(4)
+        model = SmallLlama(4)
         runner = Runner(
             model, plan_of((8, [((0,), 2), ((1,), 2)])), schedule=name, use_regions=False
         )
-        data = dict.fromkeys(
-            ("input_ids", "labels"), torch.arange(8 * LENGTH).view(8, LENGTH) % 256
-        )
+        data = (torch.arange(8 * LENGTH).view(8, LENGTH) % 256,) * 2
         runner.step(data)
         held = _Held()
         with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda saved: saved.x):
