@@ -6,7 +6,7 @@ A tensor is cut twice: across *subgroups* of ranks (top tier) and inside each su
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from hdtensor import debug, elastic, ops
+from hdtensor import debug, elastic, ops, pipeline
 from hdtensor._rank import as_rank, current_rank
 from hdtensor.api import optimizers as _optimizers  # noqa: F401 - extends torch's
 from hdtensor.api.batches import distribute_batch, restore_sequence
@@ -99,6 +99,7 @@ __all__ = [
     "no_sync",
     "ones",
     "ops",
+    "pipeline",
     "parallelize",
     "plan_switch",
     "rand",
