@@ -4,7 +4,7 @@ A tensor is cut twice: across *subgroups* of ranks (top tier) and inside each su
 (bottom tier). Operators stay local, ranks skip what they do not hold, and ``redistribute`` moves data.
 """
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from hdtensor import debug, elastic, ops
 from hdtensor._rank import as_rank, current_rank
@@ -60,6 +60,7 @@ __all__ = [
     "ModelDescription",
     "NonLocalError",
     "Partial",
+    "Placement",
     "PlanError",
     "RedistributeError",
     "RedistributePlan",
