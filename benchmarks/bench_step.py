@@ -46,8 +46,8 @@ def measure(settings: Settings) -> list[Row]:
             _first_losses(sides[name])
     times = interleave(
         {name: side.step for name, side in sides.items()},
-        number=2,
-        repeats=settings.scaled(20),
+        number=1,
+        repeats=settings.scaled(80),
     )
     label = f"{size} rank{'s' * (size > 1)}"
     goals = {"op by op": 0.8, "region": 0.5}

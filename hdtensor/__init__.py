@@ -4,7 +4,7 @@ A tensor is cut twice: across *subgroups* of ranks (top tier) and inside each su
 (bottom tier). Operators stay local, ranks skip what they do not hold, and ``redistribute`` moves data.
 """
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from hdtensor import debug, elastic, ops, pipeline
 from hdtensor._rank import as_rank, current_rank
@@ -61,6 +61,7 @@ __all__ = [
     "ModelDescription",
     "NonLocalError",
     "Partial",
+    "Placement",
     "PlanError",
     "RedistributeError",
     "RedistributePlan",
@@ -99,8 +100,8 @@ __all__ = [
     "no_sync",
     "ones",
     "ops",
-    "pipeline",
     "parallelize",
+    "pipeline",
     "plan_switch",
     "rand",
     "randn",

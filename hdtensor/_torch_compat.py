@@ -56,6 +56,7 @@ __all__ = [
     "in_backward",
     "is_profiled",
     "keep_in_order",
+    "keeps_graph",
     "local_binding",
     "new_wrapper",
     "no_torch_function",
@@ -137,6 +138,10 @@ def raw_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def backward_id() -> int:
     """Return the number of the backward that the autograd engine runs in this thread, -1 for none."""
     return torch._C._current_graph_task_id()
+
+
+#: ``keeps_graph()``: whether the backward that runs in this thread retains the graph.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def number_of_next_node() -> int:

@@ -41,6 +41,11 @@ PRIVATE_NAMES = (
         "2.11-2.15",
     ),
     PrivateName(
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+        "whether a region's graph ends with this backward: writes need not be counted for it any more",
+        "2.13-2.14",
+    ),
+    PrivateName(
         "torch._C._will_engine_execute_node",
         "whether a backward is for all leaves or for named tensors: what a skipped module answers",
         "2.13-2.14",

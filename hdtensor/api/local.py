@@ -151,7 +151,7 @@ def _from_local(
         whole = said()
         bound = _alone(local, whole.spec) if whole.shape is None else whole.bind(local.dtype)
     prepare_groups(bound.spec)
-    local_graphs[0] = True
+    local_graphs[0] += 1
     if bound.index is None:
         grad = local.requires_grad if members_need_grad is None else members_need_grad
         local = local.detach().new_empty(0, dtype=bound.dtype).requires_grad_(grad)

@@ -66,7 +66,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flow: Flow, *tensors: HDTensor) -> tuple[torch.Tensor, ...]:
         ctx.flow = flow
-        local_graphs[0] = True
+        local_graphs[0] += 1
         anchor = tensors[0]._local_tensor.new_empty(0)
         return anchor, *[t._local_tensor.view_as(t._local_tensor) for t in tensors]
 
@@ -114,7 +114,7 @@ def writes_seen(args: tuple[Any, ...], run: Callable[[], Results]) -> Callable[[
     the new ones.
     """
 
-    local_graphs[0] = True
+    local_graphs[0] += 1
 
     def seen() -> Results:
         tensors = [a for a in args if isinstance(a, HDTensor) and not a.is_inference()]

@@ -134,6 +134,8 @@ def parallelize(
             f"parallelize takes an AnnotationPlan, got a {type(plan).__name__}. Read one with "
             f"hdtensor.AnnotationPlan.load(path) or from_dict(obj)."
         )
+    if dist.is_initialized() and not is_played():
+        plan.check(world_size=dist.get_world_size())
     description = ModelDescription.from_module(model)
     expanded = plan.expand(description, patterns)
     _check(expanded, model, src_data_rank)
@@ -313,7 +315,6 @@ def _check(plan: ExpandedPlan, model: nn.Module, src_data_rank: int | None) -> N
     check_supported(plan)
     if not dist.is_initialized() or is_played():
         return
-    plan.check(world_size=dist.get_world_size())
     mine = (str(plan.to_dict()), _fingerprint(model, src_data_rank))
     said = exchange("parallelize", mine, None)
     for what, values in (("plans", [s[0] for s in said]), ("weights", [s[1] for s in said])):

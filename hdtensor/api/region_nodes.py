@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hdtensor._torch_compat import new_wrapper, pytree, raw_apply, use_count
+from hdtensor._torch_compat import keeps_graph, new_wrapper, pytree, raw_apply, use_count
 from hdtensor.api.points import Points
 from hdtensor.api.region_leaf import Places, local_of
 from hdtensor.api.shapes import LayoutRule
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.registry import local_graphs
+from hdtensor.ops.registry import LocalGraph
 from hdtensor.ops.special.move import move
 from hdtensor.placements.spec import HDSpec
 from hdtensor.tensor import HDTensor
@@ -30,6 +30,30 @@ from hdtensor.tensor import HDTensor
 
 #: Makes a module's result of its tensors and Nones.
 Rebuild = Callable[[tuple[Any, ...]], Any]
+
+
+class Flow:
+    """Parameters whose gradients leave a module together.
+
+    Attributes:
+        numbers: Their places among the module's parameters.
+    """
+
+    __slots__ = ("_bounds", "_layouts", "_specs", "numbers")
+
+    def __init__(self, numbers: list[int], specs: list[HDSpec]) -> None:
+        self.numbers = numbers
+        self._specs = specs
+        self._layouts: list[BoundSpec] = []
+        self._bounds: tuple[BoundSpec, ...] = ()
+
+    def bounds_of(self, tensors: Sequence[HDTensor]) -> tuple[BoundSpec, ...]:
+        """Return the layouts of the parameters' gradients."""
+        layouts = [x._spec for x in tensors]
+        if layouts != self._layouts:
+            pairs = zip(layouts, self._specs, strict=True)
+            self._layouts, self._bounds = layouts, tuple([_bound_as(b, spec) for b, spec in pairs])
+        return self._bounds
 
 
 @dataclass(slots=True)
@@ -48,7 +72,7 @@ class Layout:
     backward_events: int = 0
     sizes: dict[Any, tuple[BoundSpec | None, ...]] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)  # parameters whose gradient was watched
-    flows: list[tuple[list[int], tuple[HDSpec, ...]]] | None = None  # see enter_parameters
+    flows: list[Flow] | None = None  # see enter_parameters
 
     def unused(self) -> set[int]:
         """Return the parameters that the recorded pass's backward gave no gradient; none before it ended."""
@@ -60,12 +84,12 @@ class _EnterNode(torch.autograd.Function):
     """From ``HDTensor``s to plain local tensors. The gradients come in layouts that are known."""
 
     @staticmethod
-    def forward(ctx: Any, specs: tuple[HDSpec, ...], *tensors: HDTensor) -> Any:
+    def forward(ctx: Any, bounds: tuple[BoundSpec, ...], *tensors: HDTensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.bounds = [_bound_as(x._spec, spec) for x, spec in zip(tensors, specs, strict=True)]
+        ctx.bounds = bounds
         ctx.homes = [x._spec.spec for x in tensors]
         ctx.is_leaf = tensors[0].is_leaf
-        local_graphs[0] = True
+        ctx.graph = LocalGraph()
         plain = tuple([x._local_tensor.detach() for x in tensors])
         return plain if len(plain) > 1 else plain[0]
 
@@ -73,6 +97,8 @@ class _EnterNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if ctx.is_leaf:
             grads = _own(grads)
+        if not keeps_graph():  # what was saved is freed
+            ctx.graph = None
         records = torch.is_grad_enabled()
         wrapped = [None]
         for grad, bound, home in zip(grads, ctx.bounds, ctx.homes, strict=True):
@@ -101,7 +127,7 @@ class _LeaveNode(torch.autograd.Function):
         if grad._spec.spec is not ctx.spec:
             grad = move(grad, ctx.spec, grad.top_sizes)
         if torch.is_grad_enabled() and grad.requires_grad:
-            return _enter_node((ctx.home,), grad), None, None
+            return _enter_node((_bound_as(grad._spec, ctx.home),), grad), None, None
         return grad._local_tensor, None, None
 
 
@@ -142,7 +168,8 @@ class Enter:
         self.position += 1
         if not x.requires_grad:
             return x._local_tensor
-        return _enter_node((self.layout.watched["i", self.position].spec,), x)
+        spec = self.layout.watched["i", self.position].spec
+        return _enter_node((_bound_as(x._spec, spec),), x)
 
 
 def enter_parameters(layout: Layout, places: Places) -> list[torch.Tensor]:
@@ -155,11 +182,11 @@ def enter_parameters(layout: Layout, places: Places) -> list[torch.Tensor]:
         for group in places.groups:
             flowing = [i for i in group if places.parameters[i].requires_grad]
             if flowing:
-                specs = tuple([layout.watched["p", i].spec for i in flowing])
-                layout.flows.append((flowing, specs))
-    for numbers, specs in layout.flows:
-        entered = _enter_node(specs, *[places.parameters[i] for i in numbers])
-        for i, x in zip(numbers, entered if len(numbers) > 1 else (entered,), strict=True):
+                layout.flows.append(Flow(flowing, [layout.watched["p", i].spec for i in flowing]))
+    for flow in layout.flows:
+        tensors = [places.parameters[i] for i in flow.numbers]
+        entered = _enter_node(flow.bounds_of(tensors), *tensors)
+        for i, x in zip(flow.numbers, entered if len(tensors) > 1 else (entered,), strict=True):
             plain[i] = x
     return plain
 

@@ -1,7 +1,8 @@
-"""What an optimizer must not step on: gradients that are not summed yet, and parameters that a model no longer has.
+"""What an optimizer must not step on: gradients that are not summed yet, parameters that a model no longer has, old states.
 
-Either would train without an error, each subgroup on its own batch or nobody on anything. torch calls ``check`` before each
-step of any optimizer. It costs nothing that grows with the model unless one of the two is there.
+The first two would train without an error, each subgroup on its own batch or nobody on anything; a state that stayed behind in
+a switch of plans is an error far from its cause. torch calls ``check`` before each
+step of any optimizer. It costs nothing that grows with the model unless one of them is there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hdtensor.api.gradients import GradientSync, pending_spec
-from hdtensor.errors import DeductionError, PlanError
+from hdtensor.errors import DeductionError, PlanError, SwitchError
 from hdtensor.placements import checks
 from hdtensor.placements.spec import HDSpec
 from hdtensor.tensor import HDTensor
@@ -23,6 +24,14 @@ from hdtensor.tensor import HDTensor
 
 #: Parameters that ``parallelize`` replaced and somebody still holds, by their id, with their names.
 _replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+#: Optimizers whose states went along in the last switch of plans, or are known to lie where their parameters do.
+_up_to_date: weakref.WeakSet[torch.optim.Optimizer] | None = None
+
+
+def note_switched(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Have the next step of every other optimizer looked at: its state may lie where the parameters were."""
+    global _up_to_date
+    _up_to_date = weakref.WeakSet(optimizers)
 
 
 def note_replaced(parameter: torch.Tensor, name: str) -> None:
@@ -44,6 +53,9 @@ def watch_steps(syncs: Callable[[], Iterable[tuple[GradientSync, HDSpec]]]) -> N
             return
         if _replaced:
             _check_replaced(optimizer)
+        if _up_to_date is not None and optimizer not in _up_to_date:
+            _check_moved(optimizer)
+            _up_to_date.add(optimizer)
         for sync, inputs in syncs():
             if sync.is_deferred:
                 _check_pending(optimizer, sync, inputs)
@@ -64,6 +76,22 @@ def _check_replaced(optimizer: torch.optim.Optimizer) -> None:
             f"parameters ({names[0]!r} the first): it would step on what the model no longer has. Make the optimizer "
             f"after hdtensor.parallelize(model, plan), from model.parameters()."
         )
+
+
+def _check_moved(optimizer: torch.optim.Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, HDTensor) or not isinstance(state, dict):
+            continue
+        for key, value in state.items():
+            if not isinstance(value, HDTensor) or value.shape != parameter.shape:
+                continue
+            there, here = ([g.ranks for g in t.spec.subgroups] for t in (value, parameter))
+            if there != here:
+                raise SwitchError(
+                    f"the states of this {type(optimizer).__name__} stayed behind when hdtensor.switch moved its "
+                    f"parameters: {key!r} is {value.spec}, its parameter {parameter.spec}. Pass every optimizer of the "
+                    f"model, hdtensor.switch(model, plan, optimizer). To begin anew call optimizer.state.clear()."
+                )
 
 
 def _check_pending(optimizer: torch.optim.Optimizer, sync: GradientSync, inputs: HDSpec) -> None:

@@ -38,6 +38,7 @@ from hdtensor.api.parallelize import (
     replace_plan,
     state_of,
 )
+from hdtensor.api.steps import note_switched
 from hdtensor.collectives import observe
 from hdtensor.elastic.decision import Decisions, advance, next_number
 from hdtensor.elastic.options import SwitchOptions
@@ -139,7 +140,12 @@ def switch(
         state.sync.flush()
         slots += state_slots(slots, many)
         slots += further
-        return _switch(slots, options, number, lambda: replace_plan(model, expanded))
+
+        def finish() -> None:
+            replace_plan(model, expanded)
+            note_switched(many)
+
+        return _switch(slots, options, number, finish)
 
 
 def switch_tensors(
@@ -207,13 +213,16 @@ def _expanded(
     patterns: Sequence[Pattern | tuple[str, str]],
 ) -> ExpandedPlan:
     if not isinstance(plan, AnnotationPlan):
-        raise PlanError(f"switch takes an AnnotationPlan, got a {type(plan).__name__}.")
+        raise PlanError(
+            f"switch takes an AnnotationPlan, got a {type(plan).__name__}. Read one with "
+            f"hdtensor.AnnotationPlan.load(path) or from_dict(obj)."
+        )
     if isinstance(plan, ExpandedPlan):  # it has a spec for every tensor
         patterns = ()
+    if communicates():
+        plan.check(world_size=dist.get_world_size())
     expanded = plan.expand(ModelDescription.from_module(model), patterns)
     check_switchable(state_of(model).plan, expanded)
-    if communicates():
-        expanded.check(world_size=dist.get_world_size())
     return expanded
 
 

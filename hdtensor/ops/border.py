@@ -68,7 +68,7 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, gradient: BoundSpec) -> torch.Tensor:
         ctx.gradient = gradient
-        local_graphs[0] = True
+        local_graphs[0] += 1
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
@@ -85,7 +85,7 @@ class ToDTensor(torch.autograd.Function):
         index = bound.index
         assert index is not None, "to_dtensor is called on local ranks only"
         ctx.bound, ctx.grad_top = bound, grad_top
-        local_graphs[0] = True
+        local_graphs[0] += 1
         group = bound.spec.subgroups[index]
         return DTensor.from_local(
             tensor._local_tensor,

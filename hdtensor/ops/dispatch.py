@@ -7,6 +7,7 @@ a miss asks the special rules, then deduction.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from hdtensor.ops.registry import (
     accepts_plain,
     events,
     is_hdtensor,
+    local_graphs,
     set_dispatch,
     tensor_type,
 )
@@ -67,14 +69,15 @@ def clear_caches() -> None:
 def _handler_of(func: Any, arity: int) -> Handler:
     found = _by_arity.get((id(func), arity))
     if found is None:
-        found = _generate_handler(func, arity)
-        if func._schema.is_mutable:
+        touch = writes.touch_of(func)
+        found = _generate_handler(func, arity, touch)
+        if touch is None and func._schema.is_mutable:
             found = writes.counted(func, found)
         _by_arity[(id(func), arity)] = found
     return found
 
 
-def _generate_handler(func: Any, arity: int) -> Handler:
+def _generate_handler(func: Any, arity: int, touch: Any) -> Handler:
     records: dict[Any, Any] = {}
     _records.append(records)
     names = [f"a{i}" for i in range(arity)]
@@ -82,6 +85,9 @@ def _generate_handler(func: Any, arity: int) -> Handler:
     key = keys[0] if arity == 1 else f"({', '.join(keys)})"
     unpack = f"{', '.join(names)}, = args" if arity else "() = args"
     call_args = "".join(f"{name}, " for name in names)
+    end = "return run({0}kw)"
+    if touch is not None:  # one tensor is written, the first
+        end = "out = run({0}kw)\n        if graphs[0]:\n            touch(a0)\n        return out"
     source = f"""
 def handler(args, kw):
     try:
@@ -98,7 +104,7 @@ def handler(args, kw):
     if run.__class__ is tuple:
         return new(HD, a0._local_tensor, run[0], False)
     if run is not None:
-        return run({call_args}kw)
+        {end.format(call_args)}
     return miss(func, key, args, kw, records)
 """
     env: dict[str, Any] = {
@@ -106,13 +112,15 @@ def handler(args, kw):
         "free": (float, int),
         "func": func,
         "get": records.get,
+        "graphs": local_graphs,
         "handler_of": _handler_of,
         "loose": _loose_keywords(func),
-        "miss": _miss,
+        "miss": _miss if touch is None else functools.partial(_miss_and_touch, touch),
         "new": new_wrapper,
         "part": lambda value, where: _part(func, value, where),
         "plain": _plain_part,
         "records": records,
+        "touch": touch,
     }
     exec(compiled(source), env)
     return env["handler"]
@@ -185,6 +193,15 @@ def _miss(func: Any, key: Any, args: tuple[Any, ...], kwargs: Any, records: dict
     result = run(*args, kwargs)
     if key is not None and _follows_default_dtype(args, kwargs, result):
         records[key] = _by_default_dtype(func, run)
+    return result
+
+
+def _miss_and_touch(
+    touch: Any, func: Any, key: Any, args: tuple[Any, ...], kwargs: Any, records: dict[Any, Any]
+) -> Any:
+    result = _miss(func, key, args, kwargs, records)
+    if local_graphs[0]:
+        touch(args[0])
     return result
 
 

@@ -37,9 +37,22 @@ moves = [0]
 #: What was learnt of a parallelized model is looked at again when it has grown.
 changes = [0]
 
-#: Whether local tensors of this process may be in a graph of local tensors, which must learn of writes into them
-#: (``ops.writes.counted``): whatever builds one says so.
-local_graphs = [False]
+#: How many graphs of local tensors of this process there may be, which must learn of writes into those (``ops.writes``):
+#: whatever builds one says so. Those of regions end with their backward, others are never taken away.
+local_graphs = [0]
+
+
+class LocalGraph:
+    """Stands for a graph of local tensors as long as it is referred to."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        local_graphs[0] += 1
+
+    def __del__(self) -> None:
+        local_graphs[0] -= 1
+
 
 #: Whether plain tensors count as replicated operands (``implicit_replication``).
 implicit = [False]

@@ -19,6 +19,23 @@ from hdtensor.ops.propagate import PROPAGATOR, ROW_RULES
 from hdtensor.ops.registry import call, is_hdtensor, local_graphs
 
 
+def touch_of(func: Any) -> Any | None:
+    """Return what counts a write into the one tensor that an in-place operator writes, its first; None for other operators."""
+    arguments = func._schema.arguments
+    written = [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+    return _touch if written == [0] and str(arguments[0].type) == "Tensor" else None
+
+
+def _touch(x: Any) -> None:
+    if is_hdtensor(x) and x._spec.index is not None:
+        local, base = x._local_tensor, x._base
+        if type(local) is not torch.Tensor:  # traced: compilers count themselves
+            return
+        increment_version(local)
+        if base is not None and is_hdtensor(base):  # a local view counts for itself only
+            increment_version(base._local_tensor)
+
+
 def counted(func: Any, handler: Any) -> Any:
     """Return the handler of an operator that writes such that local tensors count the writes, as torch's own do.
 

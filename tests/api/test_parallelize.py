@@ -57,6 +57,24 @@ def test_ranks_that_differ_are_told_everywhere(check, text):
         assert text in error[1]
 
 
+def _beyond(rank):
+    plan = strategy(([0, 1], 5), ([2, 7], 3))
+    model = hd.parallelize(build("llama"), UNLIKE)
+    return (
+        _error(lambda: hd.parallelize(build("llama"), plan)),
+        _error(lambda: hd.switch(model, plan)),
+    )
+
+
+@pytest.mark.dist(4)
+def test_ranks_beyond_the_world_are_told_where_the_plan_names_them():
+    for errors in run_world(_beyond, 4):
+        for error in errors:
+            assert error is not None
+            assert error[0] == "PlanError"
+            assert "pipelines[1].stages[0].ranks: rank 7 beyond the world" in error[1]
+
+
 def _plain(rank, change):
     plan = {"pipelines": [{"stages": [{"ranks": [0], "layers": [0, 0]}]}]}
     model = nn.Sequential(nn.Linear(4, 4))
@@ -69,6 +87,7 @@ def _plain(rank, change):
         (lambda m, p: hd.parallelize(m, "plan.json"), "AnnotationPlan.load"),
         (lambda m, p: hd.parallelize(m, p, patterns=[("typo.*", "column")]), "names none"),
         (lambda m, p: hd.parallelize(hd.parallelize(m, p), p), "parallelized already"),
+        (lambda m, p: hd.switch(hd.parallelize(m, p), "plan.json"), "AnnotationPlan.load"),
         (lambda m, p: hd.distribute_batch(m, torch.zeros(2, 4)), "was not parallelized"),
         (lambda m, p: hd.item(torch.ones(())), "expected an HDTensor"),
     ],
@@ -77,6 +96,11 @@ def test_mistakes_are_named(change, text):
     error = _plain(0, change)
     assert error is not None
     assert text in error[1]
+
+
+def test_dtensors_names_are_here_too():
+    names = "distribute_tensor distribute_module Shard Replicate Partial Placement ones empty full rand randn zeros"
+    assert set(names.split()) <= set(hd.__all__)
 
 
 def test_specs_may_be_given_as_text():

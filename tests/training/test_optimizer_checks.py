@@ -109,3 +109,33 @@ def test_an_optimizer_of_replaced_parameters_is_an_error_on_every_rank():
     assert "this SGD was made before parallelize, which replaced 2 of its parameters" in said[0]
     assert "'1.weight' the first" in said[0]
     assert "after hdtensor.parallelize(model, plan)" in said[0]
+
+
+def _leave_behind(rank):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    hdtensor.parallelize(model, strategy(([0, 1], 3), ([2], 1)), src_data_rank=0)
+    optimizers = [make(model.parameters()) for make in (torch.optim.AdamW, torch.optim.SGD)]
+
+    def step(*chosen):
+        x = hdtensor.distribute_batch(model, torch.ones(8, 4))
+        model(x).square().sum().backward()
+        for optimizer in chosen:
+            optimizer.step()
+
+    step(*optimizers)
+    hdtensor.switch(model, strategy(([3], 1), ([1, 2], 1)), optimizers[1])
+    said = _said(lambda: step(optimizers[0])), _said(lambda: step(optimizers[0]))
+    step(optimizers[1])
+    optimizers[0].state.clear()
+    step(*optimizers)
+    hdtensor.switch(model, strategy(([0], 1)), optimizers)
+    step(*optimizers)
+    return said
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_a_state_that_a_switch_left_behind_is_an_error_on_every_rank():
+    said = run_world(_leave_behind, WORLD_SIZE)
+    assert len({text for texts in said for text in texts}) == 1
+    assert "the states of this AdamW stayed behind when hdtensor.switch moved its" in said[0][0]
+    assert "'exp_avg' is R / 0,1:R 2:R, its parameter R / 3:R 1,2:R" in said[0][0]
