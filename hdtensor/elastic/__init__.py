@@ -2,7 +2,8 @@
 
 from hdtensor.elastic.options import SwitchOptions
 from hdtensor.elastic.plan_switch import SwitchPlan, plan_switch
-from hdtensor.elastic.switch import SwitchReport, switch, switch_tensors
+from hdtensor.elastic.report import SwitchReport
+from hdtensor.elastic.switch import switch, switch_tensors
 
 
 __all__ = ["SwitchOptions", "SwitchPlan", "SwitchReport", "plan_switch", "switch", "switch_tensors"]

@@ -20,7 +20,6 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +42,7 @@ from hdtensor.collectives import observe
 from hdtensor.elastic.decision import Decisions, advance, next_number
 from hdtensor.elastic.options import SwitchOptions
 from hdtensor.elastic.plan_switch import Item, SwitchPlan, plan_items
+from hdtensor.elastic.report import SwitchReport
 from hdtensor.elastic.rounds import Round, is_moved, make_rounds
 from hdtensor.elastic.state import (
     Slot,
@@ -61,34 +61,6 @@ from hdtensor.redistribute.steps import (
     Layout,
 )
 from hdtensor.tensor import HDTensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class SwitchReport:
-    """What a switch did.
-
-    Attributes:
-        plan: Who sent what to whom.
-        moved: Names of the tensors whose shards changed on some rank.
-        num_rounds: Number of rounds.
-        seconds: Time on this rank.
-    """
-
-    plan: SwitchPlan
-    moved: tuple[str, ...]
-    num_rounds: int
-    seconds: float
-
-    def __repr__(self) -> str:
-        return f"SwitchReport({self})"
-
-    def __str__(self) -> str:
-        num_bytes = self.plan.num_bytes
-        size = f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes:,} bytes"
-        return (
-            f"{len(self.moved)} tensors, {size} in {self.num_rounds} "
-            f"round{'' if self.num_rounds == 1 else 's'}, {self.seconds:.3f} s"
-        )
 
 
 def switch(
