@@ -29,6 +29,7 @@ from stdlib_functions import Batches, load_functions
 from torch import Tensor
 
 import hdtensor as hd
+from hdtensor.plan import ExpandedPlan
 
 
 PLANS = Path(__file__).resolve().parent / "plans"
@@ -175,10 +176,30 @@ def rehearse(plan: hd.AnnotationPlan, options: argparse.Namespace, num_ranks: in
     plan.check(world_size=num_ranks)
     with torch.device("meta"):
         model = build_model(options.context)
-    layout = report.Layout(plan.expand(model), model, (options.batch, options.context), num_ranks)
+    expanded = plan.expand(model)
+    refuse_pipelines(expanded)
+    layout = report.Layout(expanded, model, (options.batch, options.context), num_ranks)
     with hd.as_rank(0):
         hd.parallelize(model, plan)
     return layout
+
+
+def refuse_pipelines(plan: ExpandedPlan) -> None:
+    """Raise for a plan that a program without a runner cannot train.
+
+    Raises:
+        PlanError: If it has several stages in a pipeline, or zero 1.
+    """
+    instead = "Train it with examples/train_pipelines.py, or give a plan of"
+    if plan.zero:
+        raise hd.PlanError(
+            f"zero: this example trains zero 0 only, got {plan.zero}. {instead} zero 0."
+        )
+    if any(point.kind == "stage" for point in plan.points):
+        raise hd.PlanError(
+            f"stages: this example trains one stage a pipeline, and here is a pipeline of several. {instead} "
+            f"one stage in each pipeline."
+        )
 
 
 def check(
