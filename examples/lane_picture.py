@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from hdtensor.pipeline import Action, Durations, LaneRun, microbatch_sizes, simulate
+from hdtensor.pipeline import Action, Durations, Kind, LaneRun, microbatch_sizes, simulate
 from hdtensor.pipeline.dry_run import DryRun, LaneDryRun
 from hdtensor.pipeline.schedule.grid import draw_grid
 from hdtensor.plan import AnnotationPlan, StrategyPlan
@@ -32,7 +32,7 @@ def draw_lanes(plan: AnnotationPlan, run: DryRun, rows: Sequence[int]) -> str:
 
 
 def draw_clock(run: DryRun) -> str:
-    """Return the grid of all lanes, as if every forward and backward took one step.
+    """Return the grid of all lanes, as if every forward, backward, or half of a backward took one step.
 
     Args:
         run: A dry run.
@@ -40,18 +40,19 @@ def draw_clock(run: DryRun) -> str:
     runs = []
     for lane in run.lanes:
         ones = (1.0,) * lane.lane.num_stages
-        durations = Durations(forward=ones, backward=ones, backward_weight=(0.5,) * len(ones))
+        kinds = {action.kind for row in lane.schedule.rows for action in row}
+        whole = (2.0,) * len(ones) if Kind.BACKWARD_INPUT in kinds else ones
+        durations = Durations(forward=ones, backward=whole)
         runs.append(LaneRun(lane=lane.lane, schedule=lane.schedule, durations=durations))
-    # Halves of a backward take half a step each: count in those where there are some.
     spans = [span for span in simulate(runs).spans if span.kind != "message"]
-    is_split = any(span.kind in ("I", "W") for span in spans)
-    places = [(i, p) for i, run_ in enumerate(runs) for p in run_.lane.places]
+    places = [(index, place) for index, lane in enumerate(run.lanes) for place in lane.lane.places]
     columns: list[list[Action | None]] = []
     for index, place in places:
-        column: dict[int, Action] = {
-            round(span.start * (2 if is_split else 1)): Action.parse(span.name)
+        column = {
+            step: Action.parse(span.name)
             for span in spans
             if span.lane == index and set(place.ranks) & set(span.ranks)
+            for step in range(round(span.start), round(span.end))
         }
         columns.append([column.get(step) for step in range(max(column, default=-1) + 1)])
     titles = [f"lane {i}: {','.join(map(str, place.ranks))}" for i, place in places]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hdtensor.debug.training import Phase, write_phased_training_picture
 from hdtensor.elastic import SwitchReport
+from hdtensor.pipeline import Timeline
 from hdtensor.placements import HDSpec, default_top_sizes, local_shape
 from hdtensor.plan import ExpandedPlan
 
@@ -343,3 +344,18 @@ def states(layout: Layout, state_bytes: Sequence[int]) -> str:
     lines.append(f"  {'all':<8}{copies:>12,}{sum(state_bytes):>16,}{without:>18,}")
     lines.append(f"one process keeps {whole:,} bytes of AdamW's states")
     return "\n".join(lines)
+
+
+def recorded(path: Path, timeline: Timeline) -> str:
+    """Write a step's trace; return where it is, and how long each rank computed.
+
+    Args:
+        path: Of the trace.
+        timeline: What the ranks did when.
+    """
+    timeline.save_trace(path)
+    busy = " ".join(f"{seconds:.2f}" for seconds in timeline.busy_seconds().values())
+    return (
+        f"\nthe last step took {timeline.seconds:.2f} s; computing by rank {busy} s\n"
+        f"trace: {path}, for https://ui.perfetto.dev"
+    )

@@ -29,7 +29,7 @@ from stdlib_functions import Batches, load_functions
 from torch import Tensor
 
 import hdtensor as hd
-from hdtensor.pipeline import Runner
+from hdtensor.pipeline import Runner, Timeline
 from hdtensor.pipeline.dry_run import DryRun, DryRunOptions, dry_run
 from hdtensor.plan import ModelDescription
 
@@ -57,20 +57,22 @@ class Training:
             self.parameters = self.runner.optimizer_parameters()
         self.optimizer, self.warmup = build_optimizer(self.parameters, options.lr)
         self.batches = Batches(functions, options.batch, options.context, SEED)
+        self.num_steps = 0
 
     def train(self, num_steps: int) -> Iterator[tuple[float, Tensor]]:
-        """Train on the first batches.
+        """Go on for some steps.
 
         Yields:
             The loss, the mean over all tokens of the batch that count, and the batch's labels.
         """
-        for step in range(num_steps):
-            input_ids, labels = self.batches.at(step)
+        for _ in range(num_steps):
+            input_ids, labels = self.batches.at(self.num_steps)
             loss = self._loss({"input_ids": input_ids, "labels": labels})
             hd.clip_grad_norm_(self.parameters, MAX_NORM)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.warmup.step()
+            self.num_steps += 1
             yield loss.item(), labels
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -98,10 +100,12 @@ class Outcome(NamedTuple):
     Attributes:
         losses: Of each step.
         state_bytes: Of each rank's part of AdamW's states.
+        last_step: What the ranks did when in the last step.
     """
 
     losses: list[float]
     state_bytes: list[int]
+    last_step: Timeline
 
 
 def train_on_this_rank(
@@ -110,14 +114,18 @@ def train_on_this_rank(
     plan: hd.AnnotationPlan,
     layout: report.Layout,
 ) -> Outcome:
-    """Train as one of several ranks."""
+    """Train as one of several ranks, and record the last step."""
     training = Training(options, functions, plan)
+    assert training.runner is not None, "there is a plan"
     with report.Progress(layout, options.steps, is_shown=dist.get_rank() == 0) as progress:
-        for loss, labels in training.train(options.steps):
+        for loss, labels in training.train(options.steps - 1):
             progress.advance(loss, labels)
+        with training.runner.record() as recording:
+            for loss, labels in training.train(1):
+                progress.advance(loss, labels)
     state_bytes = [0] * dist.get_world_size()
     dist.all_gather_object(state_bytes, training.state_bytes())
-    return Outcome(progress.losses, state_bytes)
+    return Outcome(progress.losses, state_bytes, recording.timeline())
 
 
 def run(options: argparse.Namespace) -> int:
@@ -143,6 +151,7 @@ def run(options: argparse.Namespace) -> int:
 
     print(report.summary(outcome.losses))
     print(report.states(layout, outcome.state_bytes))
+    print(report.recorded(options.output / "train_pipelines.json", outcome.last_step))
     is_equal = True
     if not options.no_check:
         reference = Training(options, functions).train(min(report.CHECKED_STEPS, options.steps))

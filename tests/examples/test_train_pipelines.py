@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from hdtensor import AnnotationPlan
+from hdtensor.pipeline import Timeline
 from hdtensor.pipeline.dry_run import DryRunOptions, dry_run
 from hdtensor.plan import ModelDescription
 from tests.pipeline.tiny import llama
@@ -70,6 +72,22 @@ def test_states_are_cut_over_all_ranks_that_hold_a_parameter(result):
         assert kept < 0.65 * without
 
 
+@pytest.mark.slow
+def test_the_trace_has_every_rank_and_action_of_the_last_step(result):
+    done, folder = result
+    path = folder / "train_pipelines.json"
+    assert f"\ntrace: {path}," in done.stdout
+    timeline = Timeline.from_trace(json.loads(path.read_text()))
+    found = Counter((s.ranks, s.lane, s.kind) for s in timeline.spans if s.kind in "FB")
+    assert found == {
+        ((rank,), lane, kind): count
+        for lane, ranks, count in ((0, (0, 1, 2), 5), (1, (3, 4), 3))
+        for rank in ranks
+        for kind in "FB"
+    }
+    assert timeline.peak_activations() == {(0, 0): 2, (0, 1): 1, (1, 0): 2, (1, 1): 1}
+
+
 @pytest.fixture
 def modules(monkeypatch):
     """Return the example's modules by name."""
@@ -109,11 +127,11 @@ def test_the_picture_shows_stages_and_the_clock_of_all_lanes(modules):
 def test_a_backward_in_two_parts_is_two_steps(modules):
     plan = AnnotationPlan.load(PLAN)
     run = dry_run(plan, description(), DryRunOptions(context=8, schedules=("ZB-H1", "1F1B")))
-    cells = modules("lane_picture").draw_clock(run).split()
-    for lane, count in ((0, 5), (1, 3)):
-        whole = {"I", "W"} if lane == 0 else {"B"}
-        names = {f"{s}{k}{m}" for s in (0, 1) for m in range(count) for k in {"F", *whole}}
-        assert names <= set(cells)
+    lines = modules("lane_picture").draw_clock(run).splitlines()[1:]
+    columns = list(zip(*(line.split()[1:] for line in lines), strict=True))
+    places = [row for lane in run.lanes for row in lane.schedule.rows]
+    for column, row in zip(columns, places, strict=True):
+        assert [cell for cell in column if cell != "."] == list(map(str, row))
 
 
 def description():
