@@ -54,8 +54,9 @@ test-paper: setup ## figures, tables and rules of the paper
 test-gpu: setup ## tests that need a GPU
 	$(PYTEST) -m "gpu or multi_gpu" $(ARGS)
 
-demo: setup ## train a Llama on four unlike local processes
+demo: setup ## train a Llama on unlike local processes: a switch of plans, then two pipelines
 	$(BIN)/python examples/train_llama.py $(ARGS)
+	$(BIN)/python examples/train_pipelines.py $(ARGS)
 
 bench: setup ## time of an operator beside plain torch and DTensor
 	$(BIN)/python benchmarks/bench_dispatch.py $(ARGS)

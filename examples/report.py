@@ -1,4 +1,4 @@
-"""What ``train_llama.py`` shows: who holds what, a progress line, a switch, comparisons, a picture."""
+"""What the training examples show: who holds what, a progress line, a switch, comparisons, a picture."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hdtensor.debug.training import Phase, write_phased_training_picture
 from hdtensor.elastic import SwitchReport
+from hdtensor.pipeline import Timeline
 from hdtensor.placements import HDSpec, default_top_sizes, local_shape
 from hdtensor.plan import ExpandedPlan
 
@@ -31,6 +32,10 @@ PICTURED = (
     "lm_head.weight",
 )
 IGNORED = -100
+#: So many steps are repeated on one process.
+CHECKED_STEPS = 5
+#: Largest relative difference of a loss from the same step on one process, in float32.
+TOLERANCE = 1e-5
 
 
 class Layout:
@@ -41,18 +46,33 @@ class Layout:
         shapes: Parameter name -> global shape.
         batch_shape: Rows and tokens of a row of the whole batch.
         num_ranks: Ranks of the world; some may be outside the plan.
-        rows: Rows of the batch of each subgroup.
+        lanes: The ranks that work on each block of rows.
+        rows: Rows of the batch of each subgroup, or lane.
         held: Rank -> how many elements of the parameters it holds.
     """
 
     def __init__(
-        self, plan: ExpandedPlan, model: nn.Module, batch_shape: tuple[int, int], num_ranks: int
+        self,
+        plan: ExpandedPlan,
+        model: nn.Module,
+        batch_shape: tuple[int, int],
+        num_ranks: int,
+        lanes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Look at a model, which may be on the meta device."""
+        """Look at a model, which may be on the meta device.
+
+        Args:
+            plan: The model's plan.
+            model: The model.
+            batch_shape: Rows and tokens of a row of the whole batch.
+            num_ranks: Ranks of the world.
+            lanes: The ranks that work on each block of rows; default the subgroups of the inputs.
+        """
         self.plan = plan
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.batch_shape = batch_shape
         self.num_ranks = num_ranks
+        self.lanes = lanes or [subgroup.ranks for subgroup in plan.inputs.subgroups]
         self.rows = default_top_sizes(plan.inputs, batch_shape) or (batch_shape[0],)
         self.held = {rank: self._num_held(rank) for rank in range(num_ranks)}
 
@@ -67,16 +87,16 @@ class Layout:
         """Return each rank's part of a batch's work; all parts add up to 1.
 
         A rank's part is its subgroup's part of the tokens that count, times its own part of what the
-        subgroup holds of the parameters.
+        subgroup holds of the parameters; with pipelines, its lane's.
 
         Args:
             labels: Of the whole batch, ``[rows, tokens]``.
         """
         tokens = [num_tokens(block) for block in labels.split(self.rows)]
         parts = dict.fromkeys(range(self.num_ranks), 0.0)
-        for subgroup, count in zip(self.plan.inputs.subgroups, tokens, strict=True):
-            together = sum(self.held[rank] for rank in subgroup.ranks)
-            for rank in subgroup.ranks:
+        for ranks, count in zip(self.lanes, tokens, strict=True):
+            together = sum(self.held[rank] for rank in ranks)
+            for rank in ranks:
                 parts[rank] = count / sum(tokens) * self.held[rank] / together
         return parts
 
@@ -306,3 +326,36 @@ def _pictured(layout: Layout) -> dict[str, tuple[HDSpec, tuple[int, ...]]]:
         for name, shape in layout.shapes.items()
         if name.endswith(PICTURED)
     }
+
+
+def states(layout: Layout, state_bytes: Sequence[int]) -> str:
+    """Return what each rank keeps of the parameters and of AdamW's states.
+
+    Args:
+        layout: Who holds what.
+        state_bytes: Bytes of each rank's part of the states.
+    """
+    whole = 2 * 4 * sum(math.prod(shape) for shape in layout.shapes.values())
+    lines = [f"\n{'':8}{'parameters':>14}{'AdamW bytes':>16}{'without ZeRO-1':>18}"]
+    for rank, num_bytes in enumerate(state_bytes):
+        held = layout.held[rank]
+        lines.append(f"  rank {rank:<3}{held:>12,}{num_bytes:>16,}{8 * held:>18,}")
+    copies, without = sum(layout.held.values()), 8 * sum(layout.held.values())
+    lines.append(f"  {'all':<8}{copies:>12,}{sum(state_bytes):>16,}{without:>18,}")
+    lines.append(f"one process keeps {whole:,} bytes of AdamW's states")
+    return "\n".join(lines)
+
+
+def recorded(path: Path, timeline: Timeline) -> str:
+    """Write a step's trace; return where it is, and how long each rank computed.
+
+    Args:
+        path: Of the trace.
+        timeline: What the ranks did when.
+    """
+    timeline.save_trace(path)
+    busy = " ".join(f"{seconds:.2f}" for seconds in timeline.busy_seconds().values())
+    return (
+        f"\nthe last step took {timeline.seconds:.2f} s; computing by rank {busy} s\n"
+        f"trace: {path}, for https://ui.perfetto.dev"
+    )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,40 +23,18 @@ import launch
 import report
 import torch
 import torch.distributed as dist
-from stdlib_functions import BEGIN, END, VOCABULARY_SIZE, Batches, load_functions
+from command_line import exit_status, parse, training_parser, whole
+from small_llama import SEED, build_model, build_optimizer
+from stdlib_functions import Batches, load_functions
 from torch import Tensor
-from torch.optim.lr_scheduler import LinearLR
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import hdtensor as hd
+from hdtensor.plan import ExpandedPlan
 
 
 PLANS = Path(__file__).resolve().parent / "plans"
 FIRST_PLAN, SECOND_PLAN = PLANS / "three_subgroups.json", PLANS / "other_pairs.json"
 NUM_RANKS = 4
-SEED = 0
-WARMUP_STEPS = 10
-CHECKED_STEPS = 5
-#: Largest relative difference of a loss from the same step on one process, in float32.
-TOLERANCE = 1e-5
-
-
-def build_model(context: int) -> LlamaForCausalLM:
-    """Return the model, with the same weights wherever it is built."""
-    torch.manual_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=context,
-        bos_token_id=BEGIN,
-        eos_token_id=END,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
 
 
 class Training:
@@ -74,10 +51,7 @@ class Training:
         self.has_plan = plan is not None
         if plan is not None:
             hd.parallelize(self.model, plan)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr)
-        self.warmup = LinearLR(
-            self.optimizer, start_factor=1 / WARMUP_STEPS, total_iters=WARMUP_STEPS
-        )
+        self.optimizer, self.warmup = build_optimizer(self.model.parameters(), options.lr)
         self.batches = Batches(functions, options.batch, options.context, SEED)
         self.num_steps = 0
 
@@ -202,10 +176,30 @@ def rehearse(plan: hd.AnnotationPlan, options: argparse.Namespace, num_ranks: in
     plan.check(world_size=num_ranks)
     with torch.device("meta"):
         model = build_model(options.context)
-    layout = report.Layout(plan.expand(model), model, (options.batch, options.context), num_ranks)
+    expanded = plan.expand(model)
+    refuse_pipelines(expanded)
+    layout = report.Layout(expanded, model, (options.batch, options.context), num_ranks)
     with hd.as_rank(0):
         hd.parallelize(model, plan)
     return layout
+
+
+def refuse_pipelines(plan: ExpandedPlan) -> None:
+    """Raise for a plan that a program without a runner cannot train.
+
+    Raises:
+        PlanError: If it has several stages in a pipeline, or zero 1.
+    """
+    instead = "Train it with examples/train_pipelines.py, or give a plan of"
+    if plan.zero:
+        raise hd.PlanError(
+            f"zero: this example trains zero 0 only, got {plan.zero}. {instead} zero 0."
+        )
+    if any(point.kind == "stage" for point in plan.points):
+        raise hd.PlanError(
+            f"stages: this example trains one stage a pipeline, and here is a pipeline of several. {instead} "
+            f"one stage in each pipeline."
+        )
 
 
 def check(
@@ -221,15 +215,19 @@ def check(
         Whether they are the same, and the losses of the first steps here; with a switch up to some steps
         after it.
     """
-    num_steps = min(options.switch_at + CHECKED_STEPS, options.steps)
+    num_steps = min(options.switch_at + report.CHECKED_STEPS, options.steps)
     reference = [loss for loss, _ in Training(options, functions).train(num_steps)]
-    is_equal, text = report.compare(losses, reference[:CHECKED_STEPS], num_ranks, TOLERANCE)
+    is_equal, text = report.compare(
+        losses, reference[: report.CHECKED_STEPS], num_ranks, report.TOLERANCE
+    )
     print(text)
     if options.switch_at:
         training = Training(options, functions)
         training.load(state)
         later = [loss for loss, _ in training.train(num_steps - options.switch_at)]
-        is_same, text = report.compare(losses, later, num_ranks, TOLERANCE, after=options.switch_at)
+        is_same, text = report.compare(
+            losses, later, num_ranks, report.TOLERANCE, after=options.switch_at
+        )
         print(text)
         away = report.largest(report.differences(losses, reference))
         print(f"\none process from step 1 to step {num_steps}: differences up to {away:.1e}")
@@ -239,12 +237,9 @@ def check(
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description="Train a small Llama on processes that are not alike.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = training_parser(
+        "Train a small Llama on processes that are not alike.", plan=FIRST_PLAN, steps=100
     )
-    add = parser.add_argument
-    add("--plan", default=FIRST_PLAN, type=Path, help="who holds what, as JSON")
     switch = parser.add_mutually_exclusive_group().add_argument
     switch(
         "--switch-to",
@@ -253,22 +248,11 @@ def parse_options() -> argparse.Namespace:
         help=f"plan of the second half; without --plan {SECOND_PLAN.name}, with it none",
     )
     switch("--no-switch", action="store_true", help="keep the first plan")
-    add("--switch-at", type=whole, metavar="STEP", help="steps before the switch; half by default")
-    add("--steps", default=100, type=whole, help="batches to train on")
-    add("--batch", default=16, type=whole, help="rows of a batch, over all ranks")
-    add("--context", default=128, type=whole, help="tokens of a row")
-    add("--lr", default=3e-3, type=positive, help="learning rate after the warmup")
-    add("--output", default=Path("outputs"), type=Path, help="folder of the picture")
-    add("--no-check", action="store_true", help="do not repeat steps on one process")
-    add("--time-limit", default=600.0, type=positive, help="seconds after which all processes end")
-    options = parser.parse_args()
+    parser.add_argument(
+        "--switch-at", type=whole, metavar="STEP", help="steps before the switch; half by default"
+    )
+    options = parse(parser)
     check_switch(parser, options)
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"argument --output: cannot make {options.output}: {error.strerror}")
-    if options.context < 2:
-        parser.error("argument --context: must be at least 2, one token to see and one to predict")
     return options
 
 
@@ -289,37 +273,9 @@ def check_switch(parser: argparse.ArgumentParser, options: argparse.Namespace) -
         parser.error(f"argument --switch-at: must be below --steps, {options.steps}")
 
 
-def whole(text: str) -> int:
-    """Read a whole number above 0."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def positive(text: str) -> float:
-    """Read a finite number above 0."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {value}")
-    return value
-
-
 def main() -> int:
     """Run the example; say in a line what a user can mend."""
-    options = parse_options()
-    try:
-        return run(options)
-    except hd.PlanError as error:
-        launch.complain(f"PlanError: {error}")
-        return 2
-    except launch.RanksFailedError as error:
-        launch.complain(str(error))
-        return 1
-    except KeyboardInterrupt:
-        if launch.is_first():
-            print("interrupted; all processes have ended", file=sys.stderr)
-        return 130
+    return exit_status(run, parse_options())
 
 
 if __name__ == "__main__":

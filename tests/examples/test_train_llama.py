@@ -133,11 +133,15 @@ def stage(*ranks, layers=(0, 3)):
     return {"stages": [{"ranks": ranks, "layers": layers}]}
 
 
+TWO_STAGES = {"stages": [{"ranks": [0], "layers": [0, 1]}, {"ranks": [1], "layers": [2, 3]}]}
+
+
 BAD_PLANS = {
     "layers": ({"pipelines": [stage(0, layers=(0, 2))]}, r"pipelines\[0\].stages\[0\].layers: "),
     "world": ({"pipelines": [stage(0, 7)]}, r"pipelines\[0\].stages\[0\].ranks: rank 7 beyond"),
     "heads": ({"pipelines": [stage(0, 1, 2)]}, r"pipelines\[0\].stages\[0\].tp: 3 does not divide"),
-    "zero": ({"pipelines": [stage(0)], "zero": 1}, "zero: "),
+    "zero": ({"pipelines": [stage(0)], "zero": 1}, "zero: .*train_pipelines.py"),
+    "stages": ({"pipelines": [TWO_STAGES]}, "stages: .*train_pipelines.py"),
 }
 
 
