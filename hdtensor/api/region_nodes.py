@@ -32,6 +32,10 @@ from hdtensor.tensor import HDTensor
 Rebuild = Callable[[tuple[Any, ...]], Any]
 
 
+#: ``plain_leaf(parameter, spec)``: a plain leaf that collects the parameter's gradients of a spec by itself, or None.
+PlainLeaf = Callable[[HDTensor, HDSpec], torch.Tensor | None]
+
+
 class Flow:
     """Parameters whose gradients leave a module together.
 
@@ -46,6 +50,18 @@ class Flow:
         self._specs = specs
         self._layouts: list[BoundSpec] = []
         self._bounds: tuple[BoundSpec, ...] = ()
+
+    def leaves(
+        self, parameters: Sequence[HDTensor], plain_leaf: PlainLeaf
+    ) -> list[torch.Tensor] | None:
+        """Return the parameters' plain leaves, if each has one."""
+        found = []
+        for i, spec in zip(self.numbers, self._specs, strict=True):
+            leaf = plain_leaf(parameters[i], spec)
+            if leaf is None:
+                return None
+            found.append(leaf)
+        return found
 
     def bounds_of(self, tensors: Sequence[HDTensor]) -> tuple[BoundSpec, ...]:
         """Return the layouts of the parameters' gradients."""
@@ -172,8 +188,16 @@ class Enter:
         return _enter_node((_bound_as(x._spec, spec),), x)
 
 
-def enter_parameters(layout: Layout, places: Places) -> list[torch.Tensor]:
-    """Return parameters' plain local tensors, with a node for each group of them where gradients flow."""
+def enter_parameters(
+    layout: Layout, places: Places, plain_leaf: PlainLeaf | None
+) -> list[torch.Tensor]:
+    """Return parameters' plain local tensors, with a node for each group of them where gradients flow.
+
+    Args:
+        layout: What the module was recorded to do.
+        places: Its parameters.
+        plain_leaf: Gives leaves that need no node.
+    """
     plain = list(map(local_of, places.parameters))
     if not torch.is_grad_enabled():
         return plain
@@ -184,6 +208,12 @@ def enter_parameters(layout: Layout, places: Places) -> list[torch.Tensor]:
             if flowing:
                 layout.flows.append(Flow(flowing, [layout.watched["p", i].spec for i in flowing]))
     for flow in layout.flows:
+        if plain_leaf is not None:
+            leaves = flow.leaves(places.parameters, plain_leaf)
+            if leaves is not None:
+                for i, leaf in zip(flow.numbers, leaves, strict=True):
+                    plain[i] = leaf
+                continue
         tensors = [places.parameters[i] for i in flow.numbers]
         entered = _enter_node(flow.bounds_of(tensors), *tensors)
         for i, x in zip(flow.numbers, entered if len(tensors) > 1 else (entered,), strict=True):

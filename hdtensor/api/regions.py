@@ -364,7 +364,8 @@ class Region:
         enter = Enter(layout) if torch.is_grad_enabled() else local_of
         plain_args = replace_tensors(args, enter)
         plain_kwargs = replace_tensors(kwargs, enter) if kwargs else kwargs
-        plain_parameters = enter_parameters(layout, self.places)
+        plain_leaf = getattr(self.sync, "plain_leaf", None)
+        plain_parameters = enter_parameters(layout, self.places, plain_leaf)
         layout.points.position = 0
         points.running.append(layout.points)
         region_watch.begun.append(region_watch.manner())

@@ -8,7 +8,7 @@ import torch
 import hdtensor as hd
 from hdtensor.errors import PlanError
 from hdtensor.pipeline.runtime import Runner, gradients
-from hdtensor.pipeline.runtime.gradients import Home, buckets
+from hdtensor.pipeline.runtime.homes import Home, buckets
 from tests.pipeline.training import batch, gpt2, llama, plan
 from tests.support.world import run_world
 

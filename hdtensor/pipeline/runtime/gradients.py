@@ -10,8 +10,8 @@ rank asks what the losses count; what came is divided by it then.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate
@@ -20,90 +20,18 @@ from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.gradients import gradient_plan
 from hdtensor.collectives import observe
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.pipeline.runtime.homes import Home, buckets
 from hdtensor.pipeline.runtime.parameters import LaneParameters
 from hdtensor.pipeline.schedule.actions import Action, Kind
-from hdtensor.pipeline.zero_specs import split_copies
 from hdtensor.placements import HDSpec
 from hdtensor.placements.layout import contiguous_stride
 from hdtensor.redistribute.execute import BUCKET_BYTES, execute_many, start_many
-from hdtensor.redistribute.resolve import resolve
 from hdtensor.redistribute.steps import RedistributePlan
 from hdtensor.tensor import HDTensor
 
 
 #: Actions after which a micro-batch has no more to add to its stage's weights.
 _LAST_KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-
-
-class Home(NamedTuple):
-    """Where a parameter's gradient goes.
-
-    Attributes:
-        parameter: The parameter.
-        target: Whose ``grad`` it becomes: the parameter itself, or its master.
-        of_terms: The plan where every copy has a term of the gradient.
-        of_values: The plan where every copy has the gradient; None where no rank knows that of all.
-        num_bytes: What a rank holds of it on average, the same number on every rank.
-    """
-
-    parameter: HDTensor
-    target: HDTensor
-    of_terms: RedistributePlan
-    of_values: RedistributePlan | None
-    num_bytes: int
-
-
-def homes(
-    parameters: Iterable[HDTensor], masters: Mapping[int, HDTensor] | None = None
-) -> list[Home]:
-    """Return where the gradients of parameters go, in the order of the parameters.
-
-    Args:
-        parameters: In registration order, the same on every rank.
-        masters: By the ids of their parameters; None without ZeRO.
-    """
-    found = []
-    for parameter in parameters:
-        target = parameter if masters is None else masters.get(id(parameter), parameter)
-        copies, shape = split_copies(parameter.spec), tuple(parameter.shape)
-        end = copies if target is parameter else target.spec
-        is_known = parameter.spec.num_subgroups == 1  # one stage of one lane has all copies
-        size = target.dtype.itemsize * parameter.numel()
-        found.append(
-            Home(
-                parameter=parameter,
-                target=target,
-                of_terms=resolve(copies.replace(top=Partial()), end, shape),
-                of_values=resolve(copies, end, shape) if is_known else None,
-                num_bytes=size * copies.num_subgroups // len(copies.ranks),
-            )
-        )
-    return found
-
-
-def rank_sets(found: Iterable[Home]) -> set[tuple[int, ...]]:
-    """Return the process groups that gradients need on their way home."""
-    plans = [plan for home in found for plan in (home.of_terms, home.of_values) if plan is not None]
-    return {ranks for plan in plans for ranks in plan.rank_sets()}
-
-
-def buckets(found: Sequence[Home], bucket_bytes: int) -> list[list[Home]]:
-    """Return which gradients travel together, in the order in which they start: the same value on every rank.
-
-    Args:
-        found: In registration order.
-        bucket_bytes: A bucket takes no further gradient once it is this large.
-    """
-    open_: defaultdict[frozenset[int], list[int]] = defaultdict(list)
-    closed: list[list[int]] = []
-    for number in reversed(range(len(found))):
-        bucket = open_[frozenset(found[number].parameter.spec.ranks)]
-        bucket.append(number)
-        if sum(found[i].num_bytes for i in bucket) >= bucket_bytes:
-            closed.append(open_.pop(frozenset(found[number].parameter.spec.ranks)))
-    closed += open_.values()
-    closed.sort(key=lambda numbers: -numbers[-1])  # by what is ready last
-    return [[found[i] for i in numbers] for numbers in closed]
 
 
 class _Bucket:
@@ -121,6 +49,31 @@ class _Bucket:
         self.homes = found
         self.waiting = {id(leaf) for leaf in leaves}
         self.finish: Callable[[], list[torch.Tensor]] | None = None
+
+
+class _PlainLeaf:
+    """A leaf's local tensor as a plain leaf of the same memory, whose gradients autograd adds up without our help."""
+
+    __slots__ = ("_bound", "spec", "tensor")
+
+    def __init__(self, leaf: HDTensor, spec: HDSpec, note: Callable[[torch.Tensor], None]) -> None:
+        self.spec = spec
+        bound = leaf._spec
+        self.tensor = leaf._local_tensor.detach().requires_grad_()
+        self.tensor.grad_dtype = leaf.grad_dtype
+        self.tensor.register_post_accumulate_grad_hook(lambda _: note(leaf))  # type: ignore[no-untyped-call]
+        dtype = leaf.grad_dtype or leaf.dtype
+        self._bound = BoundSpec.of(spec, bound.shape, bound.stride, dtype, bound.top_sizes)
+
+    def stands_for(self, leaf: HDTensor) -> bool:
+        """Whether it still has the leaf's memory."""
+        return self.tensor.data_ptr() == leaf._local_tensor.data_ptr()
+
+    def take(self) -> HDTensor:
+        """Return the gradient and forget it."""
+        grad, self.tensor.grad = self.tensor.grad, None
+        found: HDTensor = new_wrapper(HDTensor, grad, self._bound, False)
+        return found
 
 
 class StepGradients:
@@ -143,14 +96,29 @@ class StepGradients:
         self._is_learned = len(stages) == 1
         if self._is_learned:
             self._uses.update((id(leaf), {stages[0]}) for leaf in parameters)
-        self._seen: dict[int, tuple[int, int]] = {}
+        self._seen: dict[int, tuple[tuple[int, int], ...]] = {}
         self._left: Counter[int] = Counter()
         self._stage: int | None = None
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._num_started = 0
+        self._plain: dict[int, _PlainLeaf] = {}
         for leaf in parameters:
             _watch(leaf, self.note)
+
+    def plain_leaf(self, leaf: HDTensor, spec: HDSpec) -> torch.Tensor | None:
+        """Return a plain tensor on which regions collect a leaf's gradients, without wrapping each; None if it cannot be.
+
+        Args:
+            leaf: The leaf.
+            spec: In which its gradients come.
+        """
+        found = self._plain.get(id(leaf))
+        if found is None or not found.stands_for(leaf):
+            if found is not None and found.tensor.grad is not None:
+                return None
+            found = self._plain[id(leaf)] = _PlainLeaf(leaf, spec, self.note)
+        return found.tensor if found.spec is spec else None
 
     # -- while actions run --------------------------------------------------------------------------------------
 
@@ -182,8 +150,8 @@ class StepGradients:
 
     def note(self, leaf: torch.Tensor) -> None:
         """Note that a leaf's gradient grew."""
-        if self._stage is None:
-            return
+        if self._stage is None or (self._is_learned and self._left[self._stage]):
+            return  # more will come
         self._uses[id(leaf)].add(self._stage)
         bucket = self._bucket_of.get(id(leaf))
         if bucket is None or id(leaf) not in bucket.waiting:
@@ -211,10 +179,10 @@ class StepGradients:
     def _learn(self, stage: int) -> None:
         """Note which gradients an action changed: second parts of backwards accumulate without hooks."""
         for leaf in self._parameters:
-            grad = leaf.grad
-            if grad is None:  # none came, or it is on its way
+            grads = self._gradients(leaf)
+            if not grads:  # none came, or they are on their way
                 continue
-            now = id(grad), grad._version
+            now = tuple((id(grad), grad._version) for grad in grads)
             if now != self._seen.get(id(leaf)):
                 self._seen[id(leaf)] = now
                 self._uses[id(leaf)].add(stage)
@@ -241,7 +209,7 @@ class StepGradients:
         local = [
             leaf for b in self._buckets for home in b.homes for leaf in self._local_leaves(home)
         ]
-        return any(leaf.grad is not None for leaf in local)
+        return any(self._gradients(leaf) for leaf in local)
 
     def finish(self, scale: float, *, is_again: bool) -> None:
         """Wait for all sums, and add them times a factor to the targets' gradients.
@@ -260,7 +228,7 @@ class StepGradients:
                 for home, local in zip(bucket.homes, results, strict=True):
                     _add(home.target, local.to(home.target.dtype))
         self._buckets, self._bucket_of = [], {}
-        self._parameters.drop_gradients()
+        self.drop_gradients()
         self._is_learned = True
 
     def drop(self) -> None:
@@ -269,7 +237,28 @@ class StepGradients:
             if bucket.finish is not None:
                 bucket.finish()
         self._buckets, self._bucket_of = [], {}
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget what the leaves have collected."""
         self._parameters.drop_gradients()
+        for plain in self._plain.values():
+            plain.tensor.grad = None
+
+    def _gradients(self, leaf: HDTensor) -> list[torch.Tensor]:
+        """Return what came to a leaf: by operators, and in regions."""
+        plain = self._plain.get(id(leaf))
+        found = (leaf.grad, None if plain is None else plain.tensor.grad)
+        return [grad for grad in found if grad is not None]
+
+    def _take(self, leaf: HDTensor) -> Iterator[Any]:
+        """Take a leaf's gradients away."""
+        grad, plain = leaf.grad, self._plain.get(id(leaf))
+        leaf.grad = None
+        if grad is not None:
+            yield grad
+        if plain is not None and plain.tensor.grad is not None:
+            yield plain.take()
 
     def _local_leaves(self, home: Home) -> list[HDTensor]:
         return [leaf for leaf in self._leaves[id(home.parameter)] if leaf.is_local]
@@ -289,9 +278,7 @@ class StepGradients:
         work, where = [], []
         for number, home in enumerate(found):
             for leaf in self._local_leaves(home):
-                grad: Any = leaf.grad
-                leaf.grad = None
-                if grad is not None:
+                for grad in self._take(leaf):
                     work.append((leaf, grad, _wanted(grad.spec, leaf.spec, home)))
                     where.append(number)
         moved = execute_many(

@@ -21,7 +21,8 @@ from hdtensor.pipeline.runtime.compiled import CompiledModules
 from hdtensor.pipeline.runtime.execute import describe
 from hdtensor.pipeline.runtime.failure import FailureGuard
 from hdtensor.pipeline.runtime.feed import Feed, MicroBatch, Portions
-from hdtensor.pipeline.runtime.gradients import Home, give_empty
+from hdtensor.pipeline.runtime.gradients import give_empty
+from hdtensor.pipeline.runtime.homes import Home
 from hdtensor.pipeline.runtime.inputs import InputLayout
 from hdtensor.pipeline.runtime.lane_plan import LanePlan, lane_plan
 from hdtensor.pipeline.runtime.lane_rank import LaneRank
@@ -241,7 +242,7 @@ class Runner:
     def drop_gradients(self) -> None:
         """Forget what steps without ``sync`` left in the stages."""
         if self._mine is not None:
-            self._mine.parameters.drop_gradients()
+            self._mine.gradients.drop_gradients()
         self._pending = Totals()
 
     def _take(self, batch: Any, lanes: Any, source: int | None) -> list[MicroBatch]:

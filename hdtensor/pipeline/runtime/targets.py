@@ -11,7 +11,7 @@ from torch import nn
 from hdtensor.api import masters
 from hdtensor.collectives import groups
 from hdtensor.errors import PlanError
-from hdtensor.pipeline.runtime.gradients import Home, homes, rank_sets
+from hdtensor.pipeline.runtime.homes import Home, homes, rank_sets
 from hdtensor.pipeline.runtime.masters import ShardedMasters
 
 
