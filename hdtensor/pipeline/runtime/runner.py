@@ -135,7 +135,7 @@ class Runner:
         assert self._lane is not None, "only ranks of lanes run the model"
         self._gradients = StepGradients(self._parameters, self._stages)
         with self._parameters.in_place():
-            self._hooks = stage_points.place(self.model, self._lane)
+            self._hooks = stage_points.place(self.model, self._lane, description.layer_modules)
             if self._options.use_regions:
                 sync: Any = self._gradients
                 # A backward in two parts looks for each weight in the graph.
