@@ -214,7 +214,7 @@ class Passage:
             return self._met[id(x)][1]
         stays = set(x.spec.ranks) == set(spec.ranks)
         if is_turn or not stays:
-            found = self._cross(x, spec_behind(spec, x.ndim), hands_over=stays and x.is_local)
+            found = self._cross(x, spec_behind(spec, x.ndim), stays and x.is_local)
         else:
             origin = self._origin(x)
             if origin is self.segments[self._now]:
@@ -238,7 +238,7 @@ class Passage:
         place = bisect.bisect_right(self._begins, number_of_node(x.grad_fn)) - 1
         return self.segments[max(place, 0)]
 
-    def _cross(self, x: HDTensor, spec: HDSpec, *, hands_over: bool) -> HDTensor:
+    def _cross(self, x: HDTensor, spec: HDSpec, hands_over: bool) -> HDTensor:
         number = self._num_crossings
         self._num_crossings += 1
         path = route(x._spec, spec)
