@@ -139,3 +139,38 @@ def _check_layers_out_of_order(rank):
 @pytest.mark.dist(2)
 def test_a_layer_behind_a_later_stage_is_refused():
     run_world(_check_layers_out_of_order, 2)
+
+
+def _check_another_runner(rank):
+    schedule, lanes = _PLANS["over the turn of a V"]
+    plan = tiny.plan(*(([stage(*s) for s in stages], 3, 2) for stages in lanes))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(_Net())
+    model, reference = models
+    runners = [Runner(model, plan, _squares, schedule=name) for name in (schedule, "GPipe")]
+    for runner in (*runners, runners[0]):
+        x, target = torch.randn(6, 4, 5), torch.randn(6, 4, 3)
+        loss = runner.step((x, target))
+        expected = ((reference(x) - target) ** 2).mean()
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-6)
+        tiny.assert_same_gradients(model, reference, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.dist(3)
+def test_another_runner_of_the_same_model():
+    run_world(_check_another_runner, 3)
+
+
+def _check_shared_sequences(rank):
+    pipelines = [{"stages": [stage([i], 0, 2)], "share": 1, "microbatches": 2} for i in range(2)]
+    plan = hd.AnnotationPlan.from_dict({"split": "sequence", "pipelines": pipelines})
+    with pytest.raises(hd.errors.PlanError, match="lanes each take samples of their own"):
+        Runner(tiny.llama(), plan)
+
+
+@pytest.mark.dist(2)
+def test_lanes_that_share_sequences_are_refused():
+    run_world(_check_shared_sequences, 2)

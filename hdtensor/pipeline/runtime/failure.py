@@ -77,7 +77,9 @@ class FailureGuard:
             self._running.clear()
             let_go()
             raise self._told(error) from error
-        except BaseException as error:  # an interrupt, or the program's end: the others have to hear of it too
+        except (
+            BaseException
+        ) as error:  # an interrupt, or the program's end: the others have to hear of it too
             self._running.clear()
             let_go()
             self._told(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ from hdtensor.pipeline.runtime import replay
 from hdtensor.pipeline.runtime.lane_plan import LanePlan
 from hdtensor.pipeline.runtime.passage import running
 from hdtensor.placements import HDSpec
+
+
+#: Model -> the hooks of its newest runner. They follow from the plan, so that earlier runners go on with them.
+_placed: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def place(
@@ -29,6 +34,10 @@ def place(
         plan: The lane's.
         layers: Index of a layer -> its modules.
     """
+    for handle in _placed.pop(
+        model, ()
+    ):  # of an earlier runner: a layer would begin its stage twice
+        handle.remove()
     hooks = []
     for point in plan.points:
         if point.kind != "stage":
@@ -36,6 +45,7 @@ def place(
     for name, hook in _stage_hooks(plan, layers).items():
         module = model.get_submodule(name)
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    _placed[model] = hooks
     return hooks
 
 
