@@ -8,9 +8,12 @@ from tests.pipeline import tiny
 from tests.support.world import run_world
 
 
+_PLAN = tiny.plan(([tiny.stage([0, 1], 0, 1), tiny.stage([2], 2, 2)], 3, 2))
+
+
 def _check_the_first_is_named(rank, error, where):
-    runner = Runner(tiny.llama(), tiny.unlike())
-    runner.step(tiny.batch())
+    runner = Runner(tiny.llama(), _PLAN)
+    runner.step(tiny.batch(6))
 
     def fail(*_):
         raise error
@@ -23,17 +26,17 @@ def _check_the_first_is_named(rank, error, where):
     expected = type(error) if rank == 2 else PipelineError
     text = None if rank == 2 else f"rank 2 failed in 1.0 .*{where}.*{type(error).__name__}"
     with pytest.raises(expected, match=text) as raised:
-        runner.step(tiny.batch())
+        runner.step(tiny.batch(6))
     if rank == 2:
         assert "rank 2, the first that failed" in "".join(raised.value.__notes__)
 
 
-@pytest.mark.dist(4)
+@pytest.mark.dist(3)
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
 def test_all_ranks_hear_of_what_one_rank_raises(error):
-    run_world(_check_the_first_is_named, 4, error, "forward")
+    run_world(_check_the_first_is_named, 3, error, "forward")
 
 
-@pytest.mark.dist(4)
+@pytest.mark.dist(3)
 def test_all_ranks_hear_of_a_failing_backward():
-    run_world(_check_the_first_is_named, 4, ValueError("bad"), "backward")
+    run_world(_check_the_first_is_named, 3, ValueError("bad"), "backward")
