@@ -62,6 +62,7 @@ __all__ = [
     "no_torch_function",
     "node_in_backward",
     "number_of_next_node",
+    "number_of_node",
     "observe_conversion",
     "pytree",
     "raw_apply",
@@ -147,6 +148,11 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 def number_of_next_node() -> int:
     """Return the sequence number that the next autograd node of this thread gets."""
     return torch._C._autograd._get_sequence_nr()
+
+
+def number_of_node(node: Any) -> int:
+    """Return an autograd node's sequence number."""
+    return int(node._sequence_nr())
 
 
 def node_in_backward() -> int | None:

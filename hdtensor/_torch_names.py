@@ -46,6 +46,11 @@ PRIVATE_NAMES = (
         "2.13-2.14",
     ),
     PrivateName(
+        "torch.distributed.pipelining._backward -> stage_backward_input, stage_backward_weight",
+        "zero-bubble schedules: a backward in two parts, for the input and for the weights",
+        "2.13-2.14",
+    ),
+    PrivateName(
         "torch._C._will_engine_execute_node",
         "whether a backward is for all leaves or for named tensors: what a skipped module answers",
         "2.13-2.14",

@@ -24,6 +24,9 @@ LLAMA_PATTERNS: tuple[Pattern, ...] = (
     Pattern("embed_tokens.weight", Role.REPLICATE, "first"),
     Pattern("lm_head.weight", Role.REPLICATE, "last"),
     Pattern("lm_head.bias", Role.REPLICATE, "last"),
+    # OPT registers it before the layers.
+    Pattern("decoder.final_layer_norm.weight", Role.REPLICATE, "last"),
+    Pattern("decoder.final_layer_norm.bias", Role.REPLICATE, "last"),
     Pattern("*norm.weight", Role.REPLICATE),
     Pattern("*norm.bias", Role.REPLICATE),
 )

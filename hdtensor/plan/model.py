@@ -118,7 +118,11 @@ class ModelDescription:
             num_key_value_heads=_number(config, "num_key_value_heads") or heads,
             hidden_size=_number(config, "hidden_size"),
             intermediate_size=_number(config, "intermediate_size"),
-            tie_word_embeddings=_read(config, "tie_word_embeddings") is True,
+            # A classifier's configuration says so too, though there is no head that an embedding could be.
+            tie_word_embeddings=(
+                _read(config, "tie_word_embeddings") is True
+                and any(p.same_as is not None for p in parameters)
+            ),
             layer_regex=layer_regex,
         )
 

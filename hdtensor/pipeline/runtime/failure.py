@@ -28,6 +28,8 @@ WATCH_SECONDS = 1.0
 GRACE_SECONDS = 10.0
 #: How long a rank whose connection broke waits for others to say why, seconds.
 BLAME_SECONDS = 3.0
+#: How long rank 0 stays after a failure, for ranks that have not heard of it, seconds.
+STAY_SECONDS = 3.0
 
 _counter = itertools.count()
 
@@ -47,6 +49,8 @@ class FailureGuard:
         self._store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
         self._running = threading.Event()
         self._caught_since: float | None = None
+        self._silent: set[int] = set()
+        self._first: str | None = None
         self._main: int | None = None
         watcher = threading.Thread(target=self._watch, daemon=True, name="hdtensor-watch")
         watcher.start()
@@ -73,10 +77,17 @@ class FailureGuard:
             self._running.clear()
             let_go()
             raise self._told(error) from error
+        except (
+            BaseException
+        ) as error:  # an interrupt, or the program's end: the others have to hear of it too
+            self._running.clear()
+            let_go()
+            self._told(error)
+            raise
         finally:
             self._running.clear()
 
-    def _told(self, error: Exception) -> Exception:
+    def _told(self, error: BaseException) -> BaseException:
         """Tell the others of an error; return what to raise."""
         rank = dist.get_rank()
         if _is_of_transport(error):
@@ -84,10 +95,12 @@ class FailureGuard:
             traceback.clear_frames(error.__traceback__)
             first = self._blame(rank, error)
         else:
-            text = f"rank {rank} failed{self._where()}: {type(error).__name__}: {error}"
+            said = f"{type(error).__name__}: {error}".removesuffix(": ")
+            text = f"rank {rank} failed{self._where()}: {said}"
             first = self._tell(text)
         with contextlib.suppress(Exception):
             groups.close_groups()
+        self._stay_for_others(rank)
         if first.startswith(f"rank {rank} failed"):
             error.add_note(f"hdtensor: this is rank {rank}, the first that failed{self._where()}.")
             return error
@@ -95,6 +108,15 @@ class FailureGuard:
             f"the step ended because {first.rstrip('.')}. This is rank {rank}{self._where()}. Its groups are closed: "
             f"mend the cause, start the processes again, and go on from a checkpoint."
         )
+
+    def _stay_for_others(self, rank: int) -> None:
+        """Have the process that usually keeps the store wait until all can have read in it who was first."""
+        with contextlib.suppress(Exception):
+            self._store.set(f"{self._prefix}/heard/{rank}", "1")
+            until = time.monotonic() + STAY_SECONDS
+            heard = [f"{self._prefix}/heard/{r}" for r in self._ranks if r not in self._silent]
+            while rank == 0 and time.monotonic() < until and not self._store.check(heard):
+                time.sleep(0.05)
 
     def _where(self) -> str:
         return f" in {self._doing}" if self._doing else ""
@@ -105,22 +127,25 @@ class FailureGuard:
             self._store.set(f"{self._prefix}/saw/{dist.get_rank()}", "1")
             return self._store.compare_set(f"{self._prefix}/first", "", text).decode() or text
         except Exception:  # the store went with its process
-            return (
+            return self._first or (
                 "the process that keeps the process group's store is gone (usually that of rank 0)"
             )
 
-    def _blame(self, rank: int, error: Exception) -> str:
+    def _blame(self, rank: int, error: BaseException) -> str:
         """Find out why a connection broke: another rank says so, or does not answer any more."""
         until = time.monotonic() + BLAME_SECONDS
         with contextlib.suppress(Exception):
             self._store.set(f"{self._prefix}/saw/{rank}", "1")
+            self._store.set(f"{self._prefix}/asked", "1")
             with contextlib.suppress(Exception):
                 groups.close_groups()  # now, so that all notice
             while time.monotonic() < until:
                 if self._store.check([f"{self._prefix}/first"]):
                     return self._store.get(f"{self._prefix}/first").decode()
                 time.sleep(0.1)
+            # Who runs a step and has not noticed anything answers by its watcher.
             silent = [r for r in self._ranks if not self._store.check([f"{self._prefix}/saw/{r}"])]
+            self._silent.update(silent)
             if silent:
                 who = ", ".join(map(str, silent))
                 return self._tell(
@@ -134,7 +159,7 @@ class FailureGuard:
             self._running.wait()
             time.sleep(WATCH_SECONDS)
             try:
-                failed = self._store.check([f"{self._prefix}/first"])
+                failed = self._look()
             except Exception:  # main's own waits will tell
                 return
             if not failed or not self._running.is_set():
@@ -145,10 +170,21 @@ class FailureGuard:
             if now - self._caught_since > GRACE_SECONDS:
                 self._end()
 
+    def _look(self) -> bool:
+        """Answer who asks which ranks are there; return whether one has failed, and keep which."""
+        rank = dist.get_rank()
+        if self._first is None and self._store.check([f"{self._prefix}/asked"]):
+            self._store.set(f"{self._prefix}/saw/{rank}", "1")
+        if not self._store.check([f"{self._prefix}/first"]):
+            return False
+        self._first = self._store.get(f"{self._prefix}/first").decode()
+        self._store.set(f"{self._prefix}/heard/{rank}", "1")
+        return True
+
     def _end(self) -> None:
         frame = sys._current_frames().get(self._main or -1)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        first = self._store.get(f"{self._prefix}/first").decode()
+        first = (self._first or "").rstrip(".")
         sys.stderr.write(
             f"{stack}hdtensor.errors.PipelineError: the step ended because {first}. This is rank "
             f"{dist.get_rank()}{self._where()}, which was still waiting and is ended now.\n"
@@ -157,7 +193,7 @@ class FailureGuard:
         os._exit(1)
 
 
-def _is_of_transport(error: Exception) -> bool:
+def _is_of_transport(error: BaseException) -> bool:
     """Whether an error may be another rank's fault: a broken connection or a timeout."""
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
         return True

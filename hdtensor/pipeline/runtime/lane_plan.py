@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch.distributed.tensor import Shard
+
 from hdtensor.errors import PlanError
 from hdtensor.pipeline.lanes import Lane
 from hdtensor.placements import HDSpec
@@ -33,6 +35,21 @@ class LanePlan:
     slots: Mapping[str, HDSpec]
 
 
+def _check_shares(plan: ExpandedPlan) -> None:
+    """Raise unless a plan's lanes share the batch by samples.
+
+    Raises:
+        PlanError: If they share sequences.
+    """
+    top = plan.inputs.top
+    if isinstance(top, Shard) and top.dim != 0:
+        raise PlanError(
+            "the plan says 'split': 'sequence', but a Runner's lanes each take samples of their own. Say 'split': "
+            "'batch', with 'cp' in the stages that cut sequences; parallelize runs plans of one stage in each pipeline "
+            "that share sequences."
+        )
+
+
 def lane_plan(plan: ExpandedPlan, lane: Lane, names: Sequence[tuple[str, str]]) -> LanePlan:
     """Return what one lane executes of a plan.
 
@@ -42,8 +59,10 @@ def lane_plan(plan: ExpandedPlan, lane: Lane, names: Sequence[tuple[str, str]]) 
         names: (name, first name of the same parameter) of every parameter in registration order.
 
     Raises:
-        PlanError: If a parameter is used on several stages of the lane under fewer names than stages.
+        PlanError: If a parameter is used on several stages of the lane under fewer names than stages, or lanes share
+            sequences.
     """
+    _check_shares(plan)
     view = _View(lane)
     uses: defaultdict[str, list[str]] = defaultdict(list)
     for name, first in names:

@@ -97,7 +97,7 @@ class LaneRank:
             offloaded: Stages whose activations wait in host memory.
         """
         with self.parameters.in_place():
-            stage_points.place(self._model, self.plan)
+            stage_points.place(self._model, self.plan, description.layer_modules)
             if self._options.use_regions:
                 sync: Any = self.gradients
                 self.regions = regions.install(self._model, description, sync, only_skips=is_split)

@@ -35,7 +35,7 @@ class RunnerOptions:
     """
 
     targets: Collection[str] = ("labels",)
-    keep_plain: Collection[str] = ("attention_mask",)
+    keep_plain: Collection[str] = ("attention_mask", "position_ids")
     patterns: Sequence[Pattern | tuple[str, str]] = ()
     use_regions: bool = True
     activation_checkpointing: StageChoice = False

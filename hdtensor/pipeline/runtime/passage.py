@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hdtensor._rank import current_rank
-from hdtensor.errors import PipelineError
+from hdtensor._torch_compat import number_of_next_node, number_of_node
+from hdtensor.errors import PipelineError, PlanError
 from hdtensor.ops.registry import implicit
 from hdtensor.ops.special.move import move
 from hdtensor.pipeline.runtime.crossings import (
@@ -137,6 +139,9 @@ class Passage:
         self._ahead: dict[int, tuple[Route, Pending]] = {}
         self._now = 0 if stages[0] == 0 else -1
         self._num_crossings = 0
+        self._begins = [0] if stages[0] == 0 else []
+        self._at: frozenset[int] | None = None
+        self._met: dict[int, tuple[HDTensor, HDTensor]] = {}
         self._thread = _Turns(self._run) if len(stages) > 1 else None
 
     @property
@@ -154,40 +159,93 @@ class Passage:
     def let_go(self) -> None:
         """Drop all that is on its way, after an error."""
         self._ahead.clear()
+        self._met.clear()
         for segment in self.segments:
             segment.clear()
 
-    def cross(self, tensors: Sequence[HDTensor], spec: HDSpec, *, is_turn: bool) -> list[HDTensor]:
-        """Bring tensors to another stage.
+    def cross(
+        self, tensors: Sequence[HDTensor], spec: HDSpec, *, is_turn: bool, begins: bool
+    ) -> list[HDTensor]:
+        """Bring tensors to a layer's stage.
+
+        =====================================  ======================================================
+        a tensor                               what is done
+        =====================================  ======================================================
+        of this stage                          nothing
+        that the stage has met before          what it got then
+        of other ranks, or any at a turn       it crosses
+        of an earlier stage of the same ranks  it is handed over, so that each stage's graph ends there
+        =====================================  ======================================================
 
         Args:
-            tensors: What the next modules take.
-            spec: The spec of hidden states behind the point.
+            tensors: What the layer takes.
+            spec: The spec of hidden states on the stage.
             is_turn: Whether a stage begins though the ranks stay.
+            begins: Whether a stage begins.
         """
-        is_behind, behind = current_rank() in spec.ranks, set(spec.ranks)
-        goes = [is_turn or set(x.spec.ranks) != behind for x in tensors]
-        comes = [
-            go and is_behind and (is_turn or not x.is_local)
-            for x, go in zip(tensors, goes, strict=True)
-        ]
-        if any(comes):
-            if self._now >= 0:
-                self._pause()
-            self._now += 1
-        return [
-            self._cross(x, spec_behind(spec, x.ndim), is_turn) if go else x
-            for x, go in zip(tensors, goes, strict=True)
-        ]
+        if begins:
+            self._begin(spec)
+        elif self._at not in (None, frozenset(spec.ranks)):
+            raise PlanError(
+                f"a layer on ranks {list(spec.ranks)} is called after one of the next stage, on ranks "
+                f"{sorted(self._at or ())}. A pipeline passes its stages once, in order: put layers that call one "
+                f"another on one stage, as those of an encoder and a decoder."
+            )
+        return [self._follow(x, spec, is_turn) for x in tensors]
 
-    def _cross(self, x: HDTensor, spec: HDSpec, is_turn: bool) -> HDTensor:
+    def _begin(self, spec: HDSpec) -> None:
+        self._met.clear()
+        self._at = frozenset(spec.ranks)
+        if current_rank() not in spec.ranks:
+            return
+        if self._now + 1 == len(self.segments):
+            raise PlanError(
+                f"the model calls a layer that begins a stage on ranks {list(spec.ranks)} more often than the plan has "
+                f"stages there. Layers that are called several times must be inside one stage."
+            )
+        if self._now >= 0:
+            self._pause()
+        self._now += 1
+        self._begins.append(number_of_next_node())
+
+    def _follow(self, x: HDTensor, spec: HDSpec, is_turn: bool) -> HDTensor:
+        """Return a tensor on the stage that now runs."""
+        if id(x) in self._met:
+            return self._met[id(x)][1]
+        stays = set(x.spec.ranks) == set(spec.ranks)
+        if is_turn or not stays:
+            found = self._cross(x, spec_behind(spec, x.ndim), stays and x.is_local)
+        else:
+            origin = self._origin(x)
+            if origin is self.segments[self._now]:
+                return x
+            departure, arrival = hand_over(x, route(x._spec, x.spec))
+            origin.departures.append(departure)
+            self.segments[self._now].arrivals.append(arrival)
+            found = arrival.leaf
+        # The tensor is kept with what it became: its number would be another's otherwise.
+        self._met[id(x)] = (x, found)
+        return found
+
+    def _origin(self, x: HDTensor) -> Segment:
+        """Return which of this rank's stages made a tensor; the one that runs if no gradient comes back to it."""
+        present = self.segments[self._now]
+        if not x.is_local or not x.requires_grad or len(self.segments) == 1:
+            return present
+        if x.grad_fn is None:
+            homes = (s for s in self.segments if any(a.leaf is x for a in s.arrivals))
+            return next(homes, present)
+        place = bisect.bisect_right(self._begins, number_of_node(x.grad_fn)) - 1
+        return self.segments[max(place, 0)]
+
+    def _cross(self, x: HDTensor, spec: HDSpec, hands_over: bool) -> HDTensor:
         number = self._num_crossings
         self._num_crossings += 1
         path = route(x._spec, spec)
-        if is_turn and x.is_local:
+        if hands_over:
             self._last = number
             departure, arrival = hand_over(x, path)
-            self.segments[self._now - 1].departures.append(departure)
+            self._origin(x).departures.append(departure)
             self.segments[self._now].arrivals.append(arrival)
             return arrival.leaf
         if not set(x.spec.ranks).isdisjoint(spec.ranks):
@@ -196,7 +254,7 @@ class Passage:
         channel = self._channel(number)
         if x.is_local:
             self._last = number
-            self.segments[self._now].departures.append(send(x, path, channel))
+            self._origin(x).departures.append(send(x, path, channel))
             if self._may_leave and number == self._learned.last:
                 raise _Leave
             return stand_in(x, path)
@@ -205,8 +263,9 @@ class Passage:
         self._last = number
         segment = self.segments[self._now]
         device = x._local_tensor.device
-        if self._is_new(segment):
-            self._learned.coming.setdefault(segment.stage, []).append(Coming(number, path, device))
+        known = self._learned.coming.setdefault(segment.stage, [])
+        if all(coming.number != number for coming in known):
+            known.append(Coming(number, path, device))
         arrival = receive(
             x, path, channel, self._started(number, path) or expect(path, device, channel)
         )
@@ -219,10 +278,6 @@ class Passage:
             if number not in self._ahead and number >= self._num_crossings:
                 moving = expect(path, device, self._channel(number))
                 self._ahead[number] = (path, moving)
-
-    def _is_new(self, segment: Segment) -> bool:
-        known = self._learned.coming.get(segment.stage)
-        return known is None or len(known) <= len(segment.arrivals)
 
     def _started(self, number: int, path: Route) -> Pending | None:
         """Return what receives a tensor already.
@@ -254,6 +309,7 @@ class Passage:
         else:
             self._learned.last = self._last
         finally:
+            self._met.clear()
             _running.remove(self)
 
     def _pause(self) -> None:

@@ -56,6 +56,11 @@ def is_replaying() -> bool:
     return bool(_backward)
 
 
+def has_passed(point: object) -> bool:
+    """Return whether the micro-batch whose backward runs found anything of other stages at a point."""
+    return point in _backward[-1].behind
+
+
 def again(point: object, given: Sequence[HDTensor]) -> list[HDTensor]:
     """Return what the micro-batch whose backward runs found behind a stage point.
 
