@@ -35,6 +35,11 @@ class CompiledForward:
         self._module, self._forward = module, forward
         self._compiled: Callable[..., Any] | None = None
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether there is a compiled function."""
+        return self._compiled is not None
+
     def adopt(self) -> None:
         """Take what was compiled since the last look off the module."""
         compiled = self._module.__dict__.pop(_COMPILED, None)

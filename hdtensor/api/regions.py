@@ -371,7 +371,8 @@ class Region:
         region_watch.begun.append(region_watch.manner())
         try:
             with self.places.filled(plain_parameters):
-                plain = self.plain_forward(*plain_args, **plain_kwargs)
+                forward = self.plain_forward if self.plain_forward.is_compiled else self.forward
+                plain = forward(*plain_args, **plain_kwargs)
         except PutOff:
             plain = None
         finally:
