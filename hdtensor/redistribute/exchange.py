@@ -20,7 +20,7 @@ A ``Partial`` in the destination costs nothing: one term is the value, the other
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -196,10 +196,12 @@ def reduce_exchange(middle: Layout, dst: Layout, topology: Topology) -> BatchedS
     wanted = {rank: _boxes(dst, rank) for rank in dst.spec.ranks if rank not in fills}
     load = SendLoad()
     transfers: list[Transfer] = []
-    for ranks in terms:
-        table = transfer_table({rank: _boxes(middle, rank) for rank in ranks}, wanted)
-        chosen = choose_senders(table, topology=topology, load=load)
-        transfers += merged(chosen, middle, dst)
+    for line, takers in _replicas(middle.spec, wanted):
+        for ranks in terms:
+            givers = {rank: _boxes(middle, rank) for rank in ranks if rank in line}
+            table = transfer_table(givers, takers)
+            chosen = choose_senders(table, topology=topology, load=load)
+            transfers += merged(chosen, middle, dst)
     return BatchedSendReduce(
         src=middle,
         dst=dst,
@@ -209,6 +211,32 @@ def reduce_exchange(middle: Layout, dst: Layout, topology: Topology) -> BatchedS
         num_terms=len(terms),
         fills=tuple(fills.items()),
     )
+
+
+def _replicas(
+    spec: HDSpec, wanted: Mapping[int, Sequence[Box]]
+) -> Iterator[tuple[frozenset[int], dict[int, Sequence[Box]]]]:
+    """Yield the ranks that hold a whole set of terms, each with who takes its terms from there.
+
+    Ranks that replicate a pending value need not have cut it into the same terms, so that a taker must not mix them. One that
+    holds a term stays with its own set.
+    """
+    if isinstance(spec.top, Partial):
+        yield frozenset(spec.ranks), dict(wanted)
+        return
+    (group,) = spec.subgroups
+    copies = [axis for axis, p in enumerate(group.placements) if isinstance(p, Replicate)]
+    lines: dict[tuple[int, ...], list[int]] = {}
+    for rank in group.ranks:
+        at = group.coordinate(rank)
+        lines.setdefault(tuple(at[axis] for axis in copies), []).append(rank)
+    sets = [frozenset(lines[at]) for at in sorted(lines)]
+    outside = [rank for rank in wanted if rank not in group.ranks]
+    turn = {rank: i % len(sets) for i, rank in enumerate(outside)}
+    for i, line in enumerate(sets):
+        takers = {r: boxes for r, boxes in wanted.items() if r in line or turn.get(r) == i}
+        if takers:
+            yield line, takers
 
 
 def merged(transfers: Iterable[Transfer], src: Layout, dst: Layout) -> tuple[Transfer, ...]:

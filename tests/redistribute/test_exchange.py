@@ -185,3 +185,14 @@ def test_subgroups_that_swap_ranks():
     (step,) = plan.steps
     assert pairs_of(step) == {(0, 2): 4, (1, 3): 4, (2, 0): 4, (3, 1): 4}
     assert plan.dst.top != Replicate()
+
+
+def test_terms_of_unlike_replicas_are_not_mixed():
+    # Two rows replicate a value, each as a sum of other terms than the other.
+    plan = resolve("R / 0,2,3,1(2x2):R,P", "R / 0:R 1:R 4:R", ())
+    shards = {rank: torch.tensor(term) for rank, term in {0: 5.0, 2: 2.0, 3: 6.0, 1: 1.0}.items()}
+    assert {r: x.item() for r, x in simulate(plan, shards).items() if x.numel()} == {
+        0: 7.0,
+        1: 7.0,
+        4: 7.0,
+    }
