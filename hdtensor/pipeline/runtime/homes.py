@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -74,12 +74,15 @@ def buckets(found: Sequence[Home], bucket_bytes: int) -> list[list[Home]]:
         bucket_bytes: A bucket takes no further gradient once it is this large.
     """
     open_: defaultdict[frozenset[int], list[int]] = defaultdict(list)
+    sizes: Counter[frozenset[int]] = Counter()
     closed: list[list[int]] = []
     for number in reversed(range(len(found))):
-        bucket = open_[frozenset(found[number].parameter.spec.ranks)]
-        bucket.append(number)
-        if sum(found[i].num_bytes for i in bucket) >= bucket_bytes:
-            closed.append(open_.pop(frozenset(found[number].parameter.spec.ranks)))
+        ranks = frozenset(found[number].parameter.spec.ranks)
+        open_[ranks].append(number)
+        sizes[ranks] += found[number].num_bytes
+        if sizes[ranks] >= bucket_bytes:
+            closed.append(open_.pop(ranks))
+            del sizes[ranks]
     closed += open_.values()
     closed.sort(key=lambda numbers: -numbers[-1])  # by what is ready last
     return [[found[i] for i in numbers] for numbers in closed]
