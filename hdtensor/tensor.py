@@ -38,12 +38,13 @@ class HDTensor(torch.Tensor):
     ``HDTensor.from_dtensor``; move it with ``redistribute``.
     """
 
-    __slots__ = ("_local_tensor", "_seen_skips", "_skips", "_spec")
+    __slots__ = ("_local_tensor", "_made_grad", "_seen_skips", "_skips", "_spec")
 
     _local_tensor: torch.Tensor
     _spec: BoundSpec
     _skips: list[int]  # backwards that passed the parameter's module while this rank skipped it
     _seen_skips: int  # as many when the gradient was cleared
+    _made_grad: HDTensor  # the empty gradient that is due then
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
     __torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
@@ -124,10 +125,28 @@ class HDTensor(torch.Tensor):
         if found is None:
             skips = getattr(self, "_skips", None)
             if skips is not None and skips[0] != self._seen_skips and self.requires_grad:
-                bound = BoundSpec.bind(self.spec, self.shape, None, self.dtype, self.top_sizes)
-                found = new_wrapper(HDTensor, self._local_tensor.detach(), bound, False)
-                _set_grad(self, found)
+                return self._empty_grad()
         return found
+
+    def count_skips(self, skips: list[int]) -> None:
+        """Have a counter say from now on when the empty gradient of a parameter that this rank skips is due.
+
+        Args:
+            skips: One number, which grows with every backward that the parameter has a gradient of.
+        """
+        before = getattr(self, "_skips", None)
+        if before is not skips:
+            is_due = before is not None and before[0] != self._seen_skips
+            self._skips, self._seen_skips = skips, skips[0] - is_due
+
+    def _empty_grad(self) -> HDTensor:
+        """Return the gradient of what this rank has no part of; the same one as long as the layout is."""
+        made: HDTensor | None = getattr(self, "_made_grad", None)
+        if made is None or made._spec.spec is not self._spec.spec or made.dtype is not self.dtype:
+            bound = BoundSpec.bind(self.spec, self.shape, None, self.dtype, self.top_sizes)
+            made = new_wrapper(HDTensor, self._local_tensor.detach(), bound, False)
+            self._made_grad = made
+        return made
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:

@@ -23,7 +23,7 @@ from hdtensor.api.region_leaf import Places, local_of
 from hdtensor.api.shapes import LayoutRule
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import LocalGraph
-from hdtensor.ops.special.move import move
+from hdtensor.ops.special.move import gradient_bound, move
 from hdtensor.placements.spec import HDSpec
 from hdtensor.tensor import HDTensor
 
@@ -186,6 +186,14 @@ class Enter:
             return x._local_tensor
         spec = self.layout.watched["i", self.position].spec
         return _enter_node((_bound_as(x._spec, spec),), x)
+
+
+def enter(x: HDTensor) -> torch.Tensor:
+    """Return a tensor's plain local tensor, with a node where a gradient flows: it comes back in the tensor's layout."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x._local_tensor
+    plain: torch.Tensor = _enter_node((gradient_bound(x._spec),), x)
+    return plain
 
 
 def enter_parameters(

@@ -22,6 +22,41 @@ from hdtensor.ops.special.random import draw_key
 from hdtensor.tensor import HDTensor
 
 
+def stand_ins(
+    layout: Layout,
+    inputs: Sequence[HDTensor],
+    places: Places,
+    outs: tuple[BoundSpec | None, ...],
+) -> tuple[HDTensor | None, ...]:
+    """Return what a skipped module gives, without a node: for programs in which no backward of this rank passes it.
+
+    Args:
+        layout: What is known of the module for these inputs.
+        inputs: The ``HDTensor``s among its arguments.
+        places: Its parameters.
+        outs: Layout of each result, None for one that is None.
+    """
+    for _ in range(layout.draws):
+        draw_key()
+    needs_grad = torch.is_grad_enabled() and (
+        any(x.requires_grad for x in inputs) or any(p.requires_grad for p in places.parameters)
+    )
+    device = inputs[0]._local_tensor.device
+    return tuple(
+        [
+            None
+            if out is None
+            else new_wrapper(
+                HDTensor,
+                empty_like_local(out.dtype, device),
+                out,
+                needs_grad and out.dtype.is_floating_point,
+            )
+            for out in outs
+        ]
+    )
+
+
 @dataclass(slots=True)
 class Skipped:
     """One call of a module that is skipped.

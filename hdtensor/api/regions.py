@@ -23,7 +23,6 @@ failed      op by op; the module's children are tried instead
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from typing import Any
@@ -49,7 +48,7 @@ from hdtensor.api.region_nodes import (
     leave,
     replace_tensors,
 )
-from hdtensor.api.region_skip import Skipped, give_gradient
+from hdtensor.api.region_skip import Skipped, give_gradient, stand_ins
 from hdtensor.api.region_watch import (
     Deferral,
     PutOff,
@@ -124,17 +123,17 @@ class Region:
         self._skips: list[int] | None = None
         self._hook_number = -1
         self._has_hooks = False
+        self._ends_graphs = getattr(sync, "ends_graphs", False)
         module.forward = self
 
     def remove(self) -> None:
         """Give the module its own forward back; its parameters forget that they were skipped."""
         held: Any = self.module.parameters()
         for parameter in held:
-            if parameter.grad is not None or hasattr(
-                parameter, "_skips"
-            ):  # makes an empty gradient, if one is due
-                with contextlib.suppress(AttributeError):
-                    del parameter._skips
+            if hasattr(parameter, "_skips"):
+                due = parameter.grad
+                del parameter._skips
+                parameter.grad = due
         self.module.forward = self.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,6 +166,8 @@ class Region:
             outs = self._derive(layout, inputs)
             if outs is not None:
                 if layout.state == "pruned":
+                    if self._ends_graphs:
+                        return layout.rebuild(stand_ins(layout, inputs, self.places, outs))
                     note = functools.partial(self._note_skipped, layout)
                     call = Skipped(layout, self.forward, args, kwargs, inputs, self.places, note)
                     return call.run(outs)
@@ -215,8 +216,8 @@ class Region:
             return
         if self._skips is None:
             self._skips = [0]
-            for parameter in self.places.parameters:
-                parameter._skips, parameter._seen_skips = self._skips, 0
+        for parameter in self.places.parameters:
+            parameter.count_skips(self._skips)
         self._skips[0] += 1
         self.sync.note_passed()
 

@@ -31,6 +31,7 @@ class CompiledModules:
         self._model = model
         found = modules_of(model, description) if use_regions else []
         self._allowed = {id(module) for module, _ in found}
+        self._modules: list[tuple[str, nn.Module, tuple[nn.Module | None, ...]]] = []
 
     def look(self) -> None:
         """Hand over what was compiled since the last step.
@@ -39,8 +40,13 @@ class CompiledModules:
             PlanError: On every rank, if it cannot run in a pipeline.
         """
         compiled = False
-        for name, module in self._model.named_modules():
-            if hasattr(module, "_orig_mod"):
+        if not self._is_current():
+            self._modules = [
+                (name, module, tuple(module._modules.values()))
+                for name, module in self._model.named_modules()
+            ]
+        for name, module, _ in self._modules:
+            if "_orig_mod" in module._modules:
                 raise PlanError(
                     f"{name} is the result of torch.compile(module), which would trace the stages' messages. Compile in "
                     f"place, with module.compile(), after the Runner is made."
@@ -55,6 +61,12 @@ class CompiledModules:
                 )
         if compiled:
             self._hand_over()
+
+    def _is_current(self) -> bool:
+        """Return whether no module of the model has other children than at the last step."""
+        return bool(self._modules) and all(
+            tuple(module._modules.values()) == children for _, module, children in self._modules
+        )
 
     def _hand_over(self) -> None:
         for region in self.regions:

@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from hdtensor.collectives import groups
 from hdtensor.errors import PipelineError
+from hdtensor.pipeline.runtime.execute import describe
+from hdtensor.pipeline.schedule.actions import Action
 
 
 #: Between two looks of the watcher at the store, seconds.
@@ -45,7 +47,7 @@ class FailureGuard:
         """
         self._ranks = tuple(ranks)
         self._prefix = f"hdtensor/pipeline/{next(_counter)}"
-        self._doing = ""
+        self._doing: object = ""
         self._store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
         self._running = threading.Event()
         self._caught_since: float | None = None
@@ -55,8 +57,12 @@ class FailureGuard:
         watcher = threading.Thread(target=self._watch, daemon=True, name="hdtensor-watch")
         watcher.start()
 
-    def doing(self, what: str) -> None:
-        """Note what this rank does now, for messages."""
+    def doing(self, what: object) -> None:
+        """Note what this rank does now, for messages.
+
+        Args:
+            what: Its text is made where a message needs it.
+        """
         self._doing = what
 
     @contextlib.contextmanager
@@ -119,7 +125,8 @@ class FailureGuard:
                 time.sleep(0.05)
 
     def _where(self) -> str:
-        return f" in {self._doing}" if self._doing else ""
+        what = describe(self._doing) if isinstance(self._doing, Action) else self._doing
+        return f" in {what}" if what else ""
 
     def _tell(self, text: str) -> str:
         """Write that a rank failed, unless another was first; return who was first."""

@@ -80,7 +80,12 @@ class StepGradients:
     """Watches the leaves of a lane through a step's actions, and sends their gradients home.
 
     Regions tell it of gradients as they tell ``api.gradients.GradientSync``.
+
+    Attributes:
+        ends_graphs: True: no backward of a rank passes what it skips, as graphs end where a stage ends.
     """
+
+    ends_graphs = True
 
     def __init__(self, parameters: LaneParameters, stages: Sequence[int]) -> None:
         """Watch the leaves.
@@ -102,6 +107,9 @@ class StepGradients:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._num_started = 0
+        self._planned: (
+            tuple[Sequence[Home], list[bool], list[tuple[list[Home], list[HDTensor]]]] | None
+        ) = None
         self._plain: dict[int, _PlainLeaf] = {}
         for leaf in parameters:
             _watch(leaf, self.note)
@@ -129,17 +137,27 @@ class StepGradients:
             found: Homes of all parameters.
             row: This rank's actions.
         """
-        wanted = [home for home in found if home.parameter.requires_grad]
         self._left = Counter(a.stage for a in row if a.kind in _LAST_KINDS)
         self._stage, self._num_started = None, 0
         self._seen.clear()
         self._buckets, self._bucket_of = [], {}
-        for each in buckets(wanted, BUCKET_BYTES):
-            if each[0].parameter.is_local:
-                leaves = [leaf for home in each for leaf in self._local_leaves(home)]
-                bucket = _Bucket(each, leaves)
-                self._buckets.append(bucket)
-                self._bucket_of.update((id(leaf), bucket) for leaf in leaves)
+        for each, leaves in self._filled_buckets(found):
+            bucket = _Bucket(each, leaves)
+            self._buckets.append(bucket)
+            self._bucket_of.update((id(leaf), bucket) for leaf in leaves)
+
+    def _filled_buckets(self, found: Sequence[Home]) -> list[tuple[list[Home], list[HDTensor]]]:
+        """Return the homes that share a bucket, with their leaves, for those that this rank holds something of."""
+        needs_grad = [home.parameter.requires_grad for home in found]
+        if self._planned is None or self._planned[0] is not found or self._planned[1] != needs_grad:
+            wanted = [home for home in found if home.parameter.requires_grad]
+            filled = [
+                (each, [leaf for home in each for leaf in self._local_leaves(home)])
+                for each in buckets(wanted, BUCKET_BYTES)
+                if each[0].parameter.is_local
+            ]
+            self._planned = found, needs_grad, filled
+        return self._planned[2]
 
     def before(self, action: Action) -> None:
         """Note that an action begins."""
@@ -301,11 +319,27 @@ class StepGradients:
                 yield plan, torch.zeros_like(home.parameter._local_tensor, dtype=dtype)
 
 
-def give_empty(found: Iterable[Home]) -> None:
-    """Give parameters of which this rank holds nothing the empty gradients that are due."""
-    for home in found:
-        if home.parameter.requires_grad and not home.parameter.is_local:
-            _add(home.target, home.target._local_tensor.detach())
+class EmptyGradients:
+    """The gradients of parameters of which this rank holds nothing: they are made when somebody looks at them."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._found: Sequence[Home] | None = None
+        self._targets: list[HDTensor] = []
+        self._steps = [0]
+
+    def give(self, found: Sequence[Home]) -> None:
+        """Say that the targets of parameters that this rank has no part of have gradients now.
+
+        Args:
+            found: Homes of all parameters.
+        """
+        if found is not self._found:
+            self._found = found
+            self._targets = [home.target for home in found if not home.parameter.is_local]
+        for target in self._targets:
+            target.count_skips(self._steps)
+        self._steps[0] += 1
 
 
 def _wanted(grad: HDSpec, leaf: HDSpec, home: Home) -> HDSpec:

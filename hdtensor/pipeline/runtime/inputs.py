@@ -60,9 +60,15 @@ class InputLayout:
                 if key in self._keep_plain or not tensor.ndim or rank in holders:
                     yield name, tensor
 
-    def divide(self, part: Any) -> tuple[Any, Any]:
-        """Return what the model is called with, a dict or a list, and the target."""
-        inputs, labels = self._plan.inputs, self._plan.labels
+    def divide(self, part: Any, *, plain_target: bool) -> tuple[Any, Any]:
+        """Return what the model is called with, a dict or a list, and the target.
+
+        Args:
+            part: A micro-batch.
+            plain_target: Whether the target stays as it is, where one rank needs all of it.
+        """
+        inputs = self._plan.inputs
+        labels = None if plain_target else self._plan.labels
         if isinstance(part, Mapping):
             to_model = {
                 k: v if k in self._keep_plain else _cut(v, inputs)
@@ -90,8 +96,10 @@ def check_form(part: Any) -> None:
         raise PlanError(AUXILIARY)
 
 
-def _cut(value: Any, spec: HDSpec) -> Any:
-    """Return a plain batch's tensors as this rank's part of a micro-batch."""
+def _cut(value: Any, spec: HDSpec | None) -> Any:
+    """Return a plain batch's tensors as this rank's part of a micro-batch; as they are without a spec."""
+    if spec is None:
+        return value
 
     def cut(_: str, tensor: torch.Tensor) -> Any:
         if not tensor.ndim:

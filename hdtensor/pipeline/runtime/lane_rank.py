@@ -23,7 +23,7 @@ from hdtensor.pipeline.runtime.options import RunnerOptions
 from hdtensor.pipeline.runtime.parameters import LaneParameters
 from hdtensor.pipeline.runtime.passage import Learned, running
 from hdtensor.pipeline.runtime.recording import Recording
-from hdtensor.pipeline.runtime.surroundings import Surroundings, without_cache
+from hdtensor.pipeline.runtime.surroundings import Surroundings, configs_of, without_cache
 from hdtensor.pipeline.runtime.totals import Totals
 from hdtensor.pipeline.schedule.actions import Action, Kind, Schedule
 from hdtensor.pipeline.schedule.choose import build_schedule
@@ -65,9 +65,14 @@ class LaneRank:
         self.plan = plan
         self._model, self._state = model, state
         self._loss_fn, self._options = loss_fn, options
+        self._configs = configs_of(model)
         self._rank = dist.get_rank()
         self._place = plan.lane.place_of(self._rank)
         self._stages = plan.lane.places[self._place].stages
+        #: One rank has all of the last stage: the loss is computed on plain tensors.
+        self._is_alone = plan.labels.ranks == (self._rank,) and not isinstance(
+            loss_fn, losses.ModelLoss
+        )
         self._layout = InputLayout(plan, options.targets, options.keep_plain)
         self.parameters = LaneParameters(model, plan.slots, options.gradient_dtype)
         self.gradients = StepGradients(self.parameters, self._stages)
@@ -157,7 +162,7 @@ class LaneRank:
             learned=lambda number: self._learned_with(parts[number].data, is_training),
             may_leave=self._rank not in self.plan.labels.ranks,
         )
-        with self.parameters.in_place(), self._state.running_lane(), without_cache(self._model):
+        with self.parameters.in_place(), self._state.running_lane(), without_cache(self._configs):
             self._executor.run(row, is_training=is_training, recording=recording)
 
     def let_go(self) -> None:
@@ -188,7 +193,7 @@ class LaneRank:
 
     def _call(self, part: Any, loss_scale: float | None, surroundings: Surroundings) -> None:
         """Call the model with a micro-batch; on the last stage, the loss function."""
-        inputs, target = self._layout.divide(part)
+        inputs, target = self._layout.divide(part, plain_target=self._is_alone)
         if isinstance(self._loss_fn, losses.ModelLoss):
             inputs = {**inputs, "labels": target, **self._loss_fn.arguments}
         call: Callable[..., Any] = self._model
@@ -207,7 +212,8 @@ class LaneRank:
     def _loss_of(self, output: Any, target: Any) -> torch.Tensor | None:
         """Return a micro-batch's loss. What fails here is told to all ranks at the end of the step, which goes on."""
         try:
-            total, count = losses.read_loss(self._loss_fn(output, target))
+            found = losses.plain_of(output) if self._is_alone else output
+            total, count = losses.read_loss(self._loss_fn(found, target))
         except Exception as error:
             self.problem = self.problem or error
             return losses.zero_loss(output)

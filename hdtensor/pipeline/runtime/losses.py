@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from hdtensor._torch_compat import pytree
+from hdtensor.api.region_nodes import enter
 from hdtensor.errors import PlanError
 from hdtensor.tensor import HDTensor
 
@@ -100,6 +101,13 @@ AUXILIARY = (
     "output_router_logits: a router's auxiliary loss is a product of means over the whole batch, and no sum over "
     "micro-batches. Set config.output_router_logits = False, and add a loss that is a sum over tokens in loss_fn."
 )
+
+
+def plain_of(output: Any) -> Any:
+    """Return what a model returned with this rank's plain local tensors in place of ``HDTensor``s."""
+    if type(output) is HDTensor:
+        return enter(output)
+    return pytree.tree_map(lambda x: enter(x) if type(x) is HDTensor else x, output)
 
 
 def zero_loss(output: Any) -> torch.Tensor | None:

@@ -72,6 +72,8 @@ class LaneParameters:
                 self._places.append((_Place(module._parameters, key, parameter), leaf))
         times = Counter(id(leaf) for _, leaf in self._places)
         self.shared = {leaf for leaf, num in times.items() if num > 1}
+        self._local = [(p, leaf) for p, leaves in self.leaves for leaf in leaves if leaf.is_local]
+        self._needs_grad = [parameter.requires_grad for parameter, _ in self.leaves]
 
     def __iter__(self) -> Iterator[HDTensor]:
         for _, leaves in self.leaves:
@@ -80,9 +82,15 @@ class LaneParameters:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Have the leaves stand in for the parameters, with their present values and ``requires_grad``."""
-        for parameter, leaves in self.leaves:
-            for leaf in leaves:
-                _refresh(leaf, parameter)
+        for parameter, leaf in self._local:
+            if leaf._local_tensor.data_ptr() != parameter._local_tensor.data_ptr():
+                leaf._local_tensor = parameter._local_tensor.detach()
+        needs_grad = [parameter.requires_grad for parameter, _ in self.leaves]
+        if needs_grad != self._needs_grad:
+            self._needs_grad = needs_grad
+            for (_, leaves), needs in zip(self.leaves, needs_grad, strict=True):
+                for leaf in leaves:
+                    leaf.requires_grad_(needs)
         for place, leaf in self._places:
             place.home[place.key] = leaf
         try:
@@ -93,7 +101,7 @@ class LaneParameters:
 
     def drop_gradients(self) -> None:
         """Forget the leaves' gradients."""
-        for leaf in self:
+        for _, leaf in self._local:
             leaf.grad = None
 
 
@@ -110,10 +118,3 @@ def _gradient_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dty
     if wanted is None or not dtype.is_floating_point or dtype.itemsize >= wanted.itemsize:
         return dtype
     return wanted
-
-
-def _refresh(leaf: HDTensor, parameter: HDTensor) -> None:
-    if leaf.is_local and leaf._local_tensor.data_ptr() != parameter._local_tensor.data_ptr():
-        leaf._local_tensor = parameter._local_tensor.detach()
-    if leaf.requires_grad != parameter.requires_grad:
-        leaf.requires_grad_(parameter.requires_grad)

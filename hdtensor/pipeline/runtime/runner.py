@@ -18,10 +18,9 @@ from hdtensor.collectives import groups
 from hdtensor.pipeline.exchanges import plan_lanes
 from hdtensor.pipeline.runtime import losses, totals
 from hdtensor.pipeline.runtime.compiled import CompiledModules
-from hdtensor.pipeline.runtime.execute import describe
 from hdtensor.pipeline.runtime.failure import FailureGuard
 from hdtensor.pipeline.runtime.feed import Feed, MicroBatch, Portions
-from hdtensor.pipeline.runtime.gradients import give_empty
+from hdtensor.pipeline.runtime.gradients import EmptyGradients
 from hdtensor.pipeline.runtime.homes import Home
 from hdtensor.pipeline.runtime.inputs import InputLayout
 from hdtensor.pipeline.runtime.lane_plan import LanePlan, lane_plan
@@ -103,6 +102,7 @@ class Runner:
         self._compiled = CompiledModules(model, description, self._options.use_regions)
         self._guard = FailureGuard(range(dist.get_world_size()))
         self._pending = Totals()
+        self._empty = EmptyGradients()
         self._recording: Recording | None = None
         self._optimized = OptimizerTargets(model, self._plan.zero)
         self._mine = self._lane_rank(plans, description)
@@ -256,7 +256,7 @@ class Runner:
         if self._mine is not None:
             count = self._pending.count
             self._mine.gradients.finish(1.0 / count if count else 0.0, is_again=is_again)
-        give_empty(found)
+        self._empty.give(found)
         self._pending = Totals()
 
     def _drop_started(self) -> None:
@@ -281,7 +281,7 @@ class Runner:
         mine = self._mine
 
         def note(action: Action) -> None:
-            self._guard.doing(describe(action))
+            self._guard.doing(action)
             if found is not None and mine is not None:
                 mine.gradients.before(action)
 

@@ -61,15 +61,19 @@ class Surroundings:
             self.after = torch.get_rng_state()
 
 
+def configs_of(model: nn.Module) -> list[Any]:
+    """Return the configurations of ``transformers`` models that a model is or has inside, each once."""
+    found: list[Any] = [getattr(m, "config", None) for m in model.modules()]
+    return list({id(c): c for c in found if c is not None}.values())
+
+
 @contextlib.contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
+def without_cache(configs: Sequence[Any]) -> Iterator[None]:
     """Have ``transformers`` models keep no cache of keys and values, which a training step has no use for.
 
     A cache holds every micro-batch's keys, and a layer that is computed again would add to it twice.
     """
-    found: list[Any] = [getattr(m, "config", None) for m in model.modules()]
-    configs = {id(c): c for c in found}
-    changed = [c for c in configs.values() if getattr(c, "use_cache", False) is True]
+    changed = [c for c in configs if getattr(c, "use_cache", False) is True]
     for config in changed:
         config.use_cache = False
     try:
