@@ -128,6 +128,18 @@ class HDTensor(torch.Tensor):
                 return self._empty_grad()
         return found
 
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _set_grad(self, value)
+        if value is None:
+            skips = getattr(self, "_skips", None)
+            if skips is not None:
+                self._seen_skips = skips[0]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     def count_skips(self, skips: list[int]) -> None:
         """Have a counter say from now on when the empty gradient of a parameter that this rank skips is due.
 
@@ -147,18 +159,6 @@ class HDTensor(torch.Tensor):
             made = new_wrapper(HDTensor, self._local_tensor.detach(), bound, False)
             self._made_grad = made
         return made
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        _set_grad(self, value)
-        if value is None:
-            skips = getattr(self, "_skips", None)
-            if skips is not None:
-                self._seen_skips = skips[0]
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
 
     @property  # type: ignore[override]
     def data(self) -> HDTensor:

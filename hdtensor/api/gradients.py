@@ -38,7 +38,12 @@ class GradientSync:
         parameters: In registration order, the order in which collectives are launched on every rank.
         enabled: False inside ``no_sync``.
         is_deferred: Whether the last backward was inside of it, and nobody asked for the gradients since.
+        ends_graphs: Whether no backward of a rank passes a module that it skips.
+        is_plain: Whether plain tensors stand in for the parameters that this rank has a part of.
     """
+
+    ends_graphs = False
+    is_plain = False
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.parameters: list[torch.Tensor] = []

@@ -48,7 +48,11 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if self._compiled is None or torch.compiler.is_compiling() or not _is_plain():
+        return self.run(*args, **kwargs) if _is_plain() else self._forward(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module where all around it is plain."""
+        if self._compiled is None or torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
         with _bare(self._module, self._forward):
             return self._compiled(*args, **kwargs)

@@ -123,7 +123,8 @@ class Region:
         self._skips: list[int] | None = None
         self._hook_number = -1
         self._has_hooks = False
-        self._ends_graphs = getattr(sync, "ends_graphs", False)
+        #: Found when first needed: a module may be made before its parameters are.
+        self._is_held: bool | None = None
         module.forward = self
 
     def remove(self) -> None:
@@ -138,8 +139,14 @@ class Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module in the best way known for these inputs."""
-        if self._must_stay_out():
+        if self.sync.is_plain:  # nobody's hooks are there, nor a region around this one
+            if self._holds_part():
+                return self.plain_forward.run(*args, **kwargs)
+        elif self._must_stay_out():
             return self.plain_forward(*args, **kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs: list[HDTensor] = []
         key = (
             self.module.training,
@@ -166,13 +173,15 @@ class Region:
             outs = self._derive(layout, inputs)
             if outs is not None:
                 if layout.state == "pruned":
-                    if self._ends_graphs:
-                        return layout.rebuild(stand_ins(layout, inputs, self.places, outs))
-                    note = functools.partial(self._note_skipped, layout)
-                    call = Skipped(layout, self.forward, args, kwargs, inputs, self.places, note)
-                    return call.run(outs)
+                    return self._skip(layout, args, kwargs, inputs, outs)
                 return self._run(layout, args, kwargs, outs)
         return self._learn(layout, args, kwargs, inputs)
+
+    def _holds_part(self) -> bool:
+        """Whether this rank has a part of a parameter of the module."""
+        if self._is_held is None:
+            self._is_held = any(p.is_local for p in self.places.parameters)
+        return self._is_held
 
     def _must_stay_out(self) -> bool:
         """Whether the module runs op by op whatever is known of it; on plain tensors, if one around it does.
@@ -205,6 +214,20 @@ class Region:
     def _start_anew(self, key: Any) -> Layout:
         self.layouts.clear()
         return self._new_layout(key)
+
+    def _skip(
+        self,
+        layout: Layout,
+        args: Any,
+        kwargs: Any,
+        inputs: list[HDTensor],
+        outs: tuple[BoundSpec | None, ...],
+    ) -> Any:
+        """Return what stands in for the results of a module of which this rank has no part."""
+        if self.sync.ends_graphs:
+            return layout.rebuild(stand_ins(layout, inputs, self.places, outs))
+        note = functools.partial(self._note_skipped, layout)
+        return Skipped(layout, self.forward, args, kwargs, inputs, self.places, note).run(outs)
 
     def _note_skipped(self, layout: Layout) -> None:
         """Say that all parameters have a gradient, or make those of some where others are not used."""

@@ -42,7 +42,7 @@ class CheckpointedLayer:
         if passage is None or passage.stage not in self._stages or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        if not any(x.is_local for x in tensors):
+        if not (any(x.is_local for x in tensors) or (passage.is_plain and not tensors)):
             return self.forward(*args, **kwargs)
         return checkpoint(functools.partial(self.forward, *args, **kwargs), use_reentrant=False)
 

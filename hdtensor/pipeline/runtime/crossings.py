@@ -91,16 +91,37 @@ class Arrival:
     """
 
     def __init__(
-        self, local: torch.Tensor, path: Route, send_back: SendBack, requires_grad: bool
+        self,
+        local: torch.Tensor,
+        path: Route,
+        send_back: SendBack,
+        *,
+        requires_grad: bool,
+        is_plain: bool = False,
     ) -> None:
+        """Make the leaf.
+
+        Args:
+            local: This rank's local tensor, which nobody else has.
+            path: Its way.
+            send_back: Starts sending a gradient, this rank's local tensor of it.
+            requires_grad: Whether a gradient goes back.
+            is_plain: Whether the leaf is the local tensor itself.
+        """
         self._gradient, self._send_back = path.gradient.spec, send_back
-        self.leaf: HDTensor = new_wrapper(HDTensor, local, path.after, requires_grad)
+        self.leaf: torch.Tensor = (
+            local.requires_grad_(requires_grad)
+            if is_plain
+            else new_wrapper(HDTensor, local, path.after, requires_grad)
+        )
 
     def send_gradient(self) -> Callable[[], object]:
         """Start the gradient's way back; zeros where the stage did not use the tensor."""
         grad: Any = self.leaf.grad
         if grad is None:
             grad = torch.zeros_like(self.leaf)
+        if not isinstance(grad, HDTensor):
+            return self._send_back(grad)
         if grad.spec != self._gradient:
             grad = grad.redistribute(self._gradient)
         return self._send_back(grad._local_tensor)
@@ -115,7 +136,7 @@ class Departure:
 
     def __init__(
         self,
-        tensor: HDTensor,
+        tensor: torch.Tensor,
         home: BoundSpec,
         sending: Callable[[], object] | None,
         receive: Callable[[], Callable[[], torch.Tensor]] | None,
@@ -142,12 +163,14 @@ class Departure:
         if self._coming is None and self._receive is not None:
             self._coming = self._receive()
 
-    def gradient(self) -> HDTensor:
+    def gradient(self) -> torch.Tensor:
         """Wait for the gradient."""
         self.expect_gradient()
         assert self._coming is not None, "schedules put the later stage's backward first"
         local = waiting(self._coming)
         self.wait_sent()
+        if not isinstance(self.tensor, HDTensor):
+            return local
         found: HDTensor = new_wrapper(HDTensor, local, self._home, False)
         return found
 
@@ -158,9 +181,9 @@ class Departure:
             waiting(sending)
 
 
-def send(x: HDTensor, path: Route, channel: int) -> Departure:
-    """Send a tensor that this rank holds a part of to its next stage."""
-    local = x._local_tensor
+def send(x: torch.Tensor, path: Route, channel: int) -> Departure:
+    """Send a tensor that this rank holds a part of, or all of as a plain one, to its next stage."""
+    local = x._local_tensor if isinstance(x, HDTensor) else x.detach()
 
     def receive() -> Pending:
         nothing = empty_like_local(x.dtype, local.device)
@@ -169,7 +192,7 @@ def send(x: HDTensor, path: Route, channel: int) -> Departure:
     return Departure(x, path.home, overlap.start(path.there, local, channel=channel), receive)
 
 
-def receive(x: HDTensor, path: Route, channel: int, coming: Pending) -> Arrival:
+def receive(x: HDTensor, path: Route, channel: int, coming: Pending, *, is_plain: bool) -> Arrival:
     """Receive a tensor of which this rank holds a part from now on.
 
     Args:
@@ -177,12 +200,15 @@ def receive(x: HDTensor, path: Route, channel: int, coming: Pending) -> Arrival:
         path: Its way.
         channel: Of its messages.
         coming: What receives it.
+        is_plain: Whether it comes as a plain tensor.
     """
 
     def send_back(local: torch.Tensor) -> Pending:
         return overlap.start(path.back, local, reverse=True, channel=channel)
 
-    return Arrival(waiting(coming), path, send_back, x.requires_grad)
+    return Arrival(
+        waiting(coming), path, send_back, requires_grad=x.requires_grad, is_plain=is_plain
+    )
 
 
 def waiting(pending: Callable[[], _T]) -> _T:
@@ -203,11 +229,11 @@ def hand_over(x: HDTensor, path: Route) -> tuple[Departure, Arrival]:
     departure = Departure(x, path.home, None, None)
     detached: Any = x.detach()
     local = detached.redistribute(path.after.spec)._local_tensor
-    return departure, Arrival(local, path, departure.hand_over, x.requires_grad)
+    return departure, Arrival(local, path, departure.hand_over, requires_grad=x.requires_grad)
 
 
-def stand_in(x: HDTensor, path: Route) -> HDTensor:
+def stand_in(x: torch.Tensor, path: Route) -> HDTensor:
     """Return a tensor behind a point on a rank that has no part of it there."""
-    local = empty_like_local(x.dtype, x._local_tensor.device)
+    local = empty_like_local(x.dtype, x.device)
     found: HDTensor = new_wrapper(HDTensor, local, path.after, x.requires_grad)
     return found

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hdtensor._torch_compat import backward_for_input, backward_for_weight
-from hdtensor.pipeline.runtime.passage import Learned, Passage, Segment
+from hdtensor.pipeline.runtime.passage import Passage, Segment
 from hdtensor.pipeline.runtime.recording import Recording, waited
 from hdtensor.pipeline.schedule.actions import GRADIENT_KINDS, Action, Kind
-from hdtensor.tensor import HDTensor
 
 
 _WORDS = {
@@ -58,30 +57,27 @@ class Executor:
     def __init__(
         self,
         stages: Sequence[int],
-        call: Callable[[int], Any],
-        weights: Callable[[], Iterable[Any]],
+        begin: Callable[[int], Passage],
+        weights: Callable[[bool], Iterable[Any]],
         *,
         around: Callable[[Action], AbstractContextManager[object]],
-        learned: Callable[[int], Learned],
-        may_leave: bool,
+        stand: Callable[[bool], object],
     ) -> None:
         """Prepare a step.
 
         Args:
             stages: Numbers of this rank's stages.
-            call: Calls the model with a micro-batch, and sets the loss of the last stage.
-            weights: This rank's leaves.
+            begin: Gives a micro-batch's call of the model, which sets the loss of the last stage.
+            weights: This rank's leaves, those of calls on plain tensors if it is passed True.
             around: Gives what holds while an action runs.
-            learned: What earlier calls with like micro-batches showed.
-            may_leave: As ``Passage``.
+            stand: Has leaves stand in for the parameters, plain ones if it is passed True.
         """
         self.is_training = True
-        self._learned = learned
-        self._may_leave = may_leave
         self._stages = tuple(stages)
-        self._call = call
+        self._begin = begin
         self._weights = weights
         self._around = around
+        self._stand = stand
         self._passages: dict[int, Passage] = {}
         self._on_their_way: list[Callable[[], object]] = []
         self._splits: dict[tuple[int, int], Split] = {}
@@ -119,6 +115,7 @@ class Executor:
         self._splits.clear()
 
     def _run(self, action: Action) -> None:
+        self._stand(self._passage(action.microbatch).is_plain)
         match action.kind:
             case Kind.FORWARD:
                 self._forward(action)
@@ -143,14 +140,7 @@ class Executor:
     def _passage(self, number: int) -> Passage:
         passage = self._passages.get(number)
         if passage is None:
-            passage = Passage(
-                number,
-                self._stages,
-                lambda: self._call(number),
-                self._learned(number),
-                may_leave=self._may_leave,
-            )
-            self._passages[number] = passage
+            passage = self._passages[number] = self._begin(number)
         return passage
 
     def _segment(self, action: Action) -> Segment:
@@ -197,7 +187,7 @@ class Executor:
 
     def _backward_input(self, action: Action) -> None:
         segment, key = self._segment(action), (action.stage, action.microbatch)
-        inputs: list[HDTensor] = [a.leaf for a in segment.arrivals if a.leaf.requires_grad]
+        inputs: list[torch.Tensor] = [a.leaf for a in segment.arrivals if a.leaf.requires_grad]
         if not inputs:  # nobody waits
             self._splits[key] = Split(None)
             return
@@ -205,7 +195,8 @@ class Executor:
         grads = [
             torch.ones_like(t) if g is None else g for t, g in zip(tensors, grads, strict=True)
         ]
-        _, groups = backward_for_input(tensors, grads, inputs, iter(self._weights()))
+        weights = self._weights(self._passages[action.microbatch].is_plain)
+        _, groups = backward_for_input(tensors, grads, inputs, iter(weights))
         self._splits[key] = Split(groups)
         self._send_gradients(segment)
 
@@ -214,4 +205,5 @@ class Executor:
         if split.groups is None:
             self._backward(self._segment(action))
         else:
-            backward_for_weight(iter(self._weights()), split.groups)
+            weights = self._weights(self._passages[action.microbatch].is_plain)
+            backward_for_weight(iter(weights), split.groups)

@@ -20,6 +20,7 @@ from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.gradients import gradient_plan
 from hdtensor.collectives import observe
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.special.move import gradient_bound
 from hdtensor.pipeline.runtime.homes import Home, buckets
 from hdtensor.pipeline.runtime.parameters import LaneParameters
 from hdtensor.pipeline.schedule.actions import Action, Kind
@@ -83,6 +84,7 @@ class StepGradients:
 
     Attributes:
         ends_graphs: True: no backward of a rank passes what it skips, as graphs end where a stage ends.
+        is_plain: Whether plain leaves stand in for the leaves of the lane, for a rank that has its stage alone.
     """
 
     ends_graphs = True
@@ -94,6 +96,7 @@ class StepGradients:
             parameters: The leaves.
             stages: Numbers of this rank's stages.
         """
+        self.is_plain = False
         self._parameters = parameters
         self._leaves = {id(p): leaves for p, leaves in parameters.leaves}
         #: The stages whose backwards reach a leaf; with several stages a first step tells.
@@ -127,6 +130,15 @@ class StepGradients:
                 return None
             found = self._plain[id(leaf)] = _PlainLeaf(leaf, spec, self.note)
         return found.tensor if found.spec is spec else None
+
+    def whole_leaf(self, leaf: HDTensor) -> torch.Tensor | None:
+        """Return a plain tensor for a leaf that this rank has alone, in whatever spec its gradients come; None as above."""
+        if not leaf.requires_grad:
+            return leaf._local_tensor
+        found = self._plain.get(id(leaf))
+        if found is not None and found.stands_for(leaf):
+            return found.tensor
+        return self.plain_leaf(leaf, gradient_bound(leaf._spec).spec)
 
     # -- while actions run --------------------------------------------------------------------------------------
 

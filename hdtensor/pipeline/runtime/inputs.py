@@ -60,14 +60,15 @@ class InputLayout:
                 if key in self._keep_plain or not tensor.ndim or rank in holders:
                     yield name, tensor
 
-    def divide(self, part: Any, *, plain_target: bool) -> tuple[Any, Any]:
+    def divide(self, part: Any, *, plain_inputs: bool, plain_target: bool) -> tuple[Any, Any]:
         """Return what the model is called with, a dict or a list, and the target.
 
         Args:
             part: A micro-batch.
+            plain_inputs: Whether the inputs stay as they are, where one rank has all of the first stage.
             plain_target: Whether the target stays as it is, where one rank needs all of it.
         """
-        inputs = self._plan.inputs
+        inputs = None if plain_inputs else self._plan.inputs
         labels = None if plain_target else self._plan.labels
         if isinstance(part, Mapping):
             to_model = {

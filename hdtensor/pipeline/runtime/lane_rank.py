@@ -19,9 +19,11 @@ from hdtensor.pipeline.runtime.feed import MicroBatch
 from hdtensor.pipeline.runtime.gradients import StepGradients
 from hdtensor.pipeline.runtime.inputs import InputLayout
 from hdtensor.pipeline.runtime.lane_plan import LanePlan
+from hdtensor.pipeline.runtime.learned import Learned, Manner
 from hdtensor.pipeline.runtime.options import RunnerOptions
 from hdtensor.pipeline.runtime.parameters import LaneParameters
-from hdtensor.pipeline.runtime.passage import Learned, running
+from hdtensor.pipeline.runtime.passage import Passage, running
+from hdtensor.pipeline.runtime.plain_stage import FirstCall, PlainStage
 from hdtensor.pipeline.runtime.recording import Recording
 from hdtensor.pipeline.runtime.surroundings import Surroundings, configs_of, without_cache
 from hdtensor.pipeline.runtime.totals import Totals
@@ -41,6 +43,7 @@ class LaneRank:
         plan: What the lane executes.
         parameters: Leaves that stand in for the model's parameters.
         gradients: Sends their gradients home.
+        plain: Which calls run on plain tensors.
         regions: Modules that run, or are skipped, as a whole.
         problem: The first error of the loss function in this step.
     """
@@ -70,18 +73,25 @@ class LaneRank:
         self._place = plan.lane.place_of(self._rank)
         self._stages = plan.lane.places[self._place].stages
         #: One rank has all of the last stage: the loss is computed on plain tensors.
-        self._is_alone = plan.labels.ranks == (self._rank,) and not isinstance(
-            loss_fn, losses.ModelLoss
-        )
+        self._is_alone = plan.labels.ranks == (self._rank,)
         self._layout = InputLayout(plan, options.targets, options.keep_plain)
         self.parameters = LaneParameters(model, plan.slots, options.gradient_dtype)
         self.gradients = StepGradients(self.parameters, self._stages)
+        is_alone = [plan.lane.stages[s].ranks for s in self._stages] == [(self._rank,)]
+        self.plain = PlainStage(
+            model,
+            self.parameters,
+            self.gradients,
+            is_possible=is_alone and options.use_regions,
+        )
         self.regions: list[regions.Region] = []
         self.problem: Exception | None = None
         self._checkpointed: Any = None
         self._offloaded: frozenset[int] = frozenset()
         self._executor: Executor | None = None
         self._learned: dict[Any, Learned] = {}
+        self._manners: dict[Any, Manner] = {}
+        self._settings: tuple[Any, ...] = ()
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._results: list[tuple[Any, Any]] = []
 
@@ -154,16 +164,23 @@ class LaneRank:
             with offload.around_call():
                 self._call(parts[number].data, loss_scale, surroundings)
 
+        def begin(number: int) -> Passage:
+            return self._passage(number, parts[number].data, lambda: call(number), is_training)
+
         self._executor = Executor(
             self._stages,
-            call,
-            lambda: (leaf for leaf in self.parameters if leaf.is_local and leaf.requires_grad),
+            begin,
+            self.plain.weights,
             around=surroundings.around,
-            learned=lambda number: self._learned_with(parts[number].data, is_training),
-            may_leave=self._rank not in self.plan.labels.ranks,
+            stand=self.plain.stand,
         )
         with self.parameters.in_place(), self._state.running_lane(), without_cache(self._configs):
-            self._executor.run(row, is_training=is_training, recording=recording)
+            self.plain.prepare()
+            self._settings = self._present_settings()
+            try:
+                self._executor.run(row, is_training=is_training, recording=recording)
+            finally:
+                self.plain.stand(False)
 
     def let_go(self) -> None:
         """Drop all that is on its way, after an error."""
@@ -180,29 +197,63 @@ class LaneRank:
                 mine += Totals(losses.value_of(total), losses.value_of(count))
         return mine if self._rank == speaker else Totals()
 
-    def _learned_with(self, part: Any, is_training: bool) -> Learned:
-        """Return what is known of calls with a micro-batch of these shapes."""
-        shapes: list[Any] = [is_training, torch.is_grad_enabled(), self._model.training]
-        shapes += [
+    def _passage(
+        self, number: int, part: Any, call: Callable[[], None], is_training: bool
+    ) -> Passage:
+        """Return a micro-batch's call of the model."""
+        learned = self._learned_with(part, is_training)
+        may_leave = self._rank not in self.plan.labels.ranks
+        if self.plain.tries(learned):
+            first = FirstCall(number, self._stages, call, learned, may_leave=may_leave)
+            return first.rehearse_by(self.plain, call)
+        is_plain = self.plain.takes(learned)
+        return Passage(number, self._stages, call, learned, may_leave=may_leave, is_plain=is_plain)
+
+    def _present_settings(self) -> tuple[Any, ...]:
+        """Return what else a call depends on, the same for all micro-batches of a step."""
+        casts = [
             torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) for k in ("cpu", "cuda")
         ]
-        map_tensors(part, lambda name, t: shapes.append((name, t.shape, t.dtype)))
-        if len(self._learned) >= _MAX_SHAPES:
-            self._learned.clear()
-        return self._learned.setdefault(tuple(shapes), Learned())
+        return (torch.is_grad_enabled(), self._model.training, *casts)
+
+    def _learned_with(self, part: Any, is_training: bool) -> Learned:
+        """Return what is known of calls with a micro-batch of these shapes."""
+        manner: list[Any] = [is_training, *self._settings]
+        sizes: list[torch.Size] = []
+
+        def note(name: str, tensor: torch.Tensor) -> None:
+            manner.append((name, tensor.ndim, tensor.dtype))
+            sizes.append(tensor.shape)
+
+        map_tensors(part, note)
+        key = tuple(manner), tuple(sizes)
+        found = self._learned.get(key)
+        if found is None:
+            if len(self._learned) >= _MAX_SHAPES:
+                self._learned.clear()
+            found = Learned(manner=self._manners.setdefault(key[0], Manner()))
+            self._learned[key] = found
+        return found
 
     def _call(self, part: Any, loss_scale: float | None, surroundings: Surroundings) -> None:
         """Call the model with a micro-batch; on the last stage, the loss function."""
-        inputs, target = self._layout.divide(part, plain_target=self._is_alone)
-        if isinstance(self._loss_fn, losses.ModelLoss):
-            inputs = {**inputs, "labels": target, **self._loss_fn.arguments}
+        passage = running()
+        assert passage is not None, "an executor calls the model"
+        takes_labels = isinstance(self._loss_fn, losses.ModelLoss)
+        inputs, target = self._layout.divide(
+            part,
+            plain_inputs=passage.is_plain and self._rank in self.plan.inputs.ranks,
+            plain_target=self._is_alone and (passage.is_plain or not takes_labels),
+        )
+        if takes_labels:
+            inputs = {**inputs, "labels": target, **losses.ModelLoss.arguments}
         call: Callable[..., Any] = self._model
         output = call(**inputs) if isinstance(inputs, dict) else call(*inputs)
         surroundings.note_called()
-        if self._rank not in self.plan.labels.ranks:
+        if passage.keeps_output:
+            passage.output = output
+        if passage.is_rehearsal or self._rank not in self.plan.labels.ranks:
             return
-        passage = running()
-        assert passage is not None, "an executor calls the model"
         loss = self._loss_of(output, target)
         if loss_scale is not None:
             passage.segments[-1].loss = (

@@ -113,7 +113,9 @@ def plain_of(output: Any) -> Any:
 def zero_loss(output: Any) -> torch.Tensor | None:
     """Return a loss of zero whose backward gives every stage the zeros that it waits for; None without a graph."""
     for value in pytree.tree_leaves(output):
-        if isinstance(value, HDTensor) and value.requires_grad and value.is_local:
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            continue
+        if not isinstance(value, HDTensor) or value.is_local:
             return (value * 0.0).sum()
     return None
 

@@ -73,6 +73,7 @@ class LaneParameters:
         times = Counter(id(leaf) for _, leaf in self._places)
         self.shared = {leaf for leaf, num in times.items() if num > 1}
         self._local = [(p, leaf) for p, leaves in self.leaves for leaf in leaves if leaf.is_local]
+        self._held_places = [(place, leaf) for place, leaf in self._places if leaf.is_local]
         self._needs_grad = [parameter.requires_grad for parameter, _ in self.leaves]
 
     def __iter__(self) -> Iterator[HDTensor]:
@@ -98,6 +99,19 @@ class LaneParameters:
         finally:
             for place, _ in self._places:
                 place.home[place.key] = place.parameter
+
+    def stand(self, plain: Mapping[int, torch.Tensor] | None) -> None:
+        """Have plain tensors stand in for the leaves of which this rank has a part, or the leaves again.
+
+        Args:
+            plain: By the ids of the leaves; None: the leaves.
+        """
+        for place, leaf in self._held_places:
+            place.home[place.key] = leaf if plain is None else plain[id(leaf)]
+
+    def held(self) -> Iterator[HDTensor]:
+        """Yield the leaves of which this rank has a part."""
+        return (leaf for _, leaf in self._local)
 
     def drop_gradients(self) -> None:
         """Forget the leaves' gradients."""

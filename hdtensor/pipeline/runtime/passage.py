@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import bisect
-import contextvars
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from hdtensor._rank import current_rank
 from hdtensor._torch_compat import number_of_next_node, number_of_node
 from hdtensor.errors import PipelineError, PlanError
+from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import implicit
 from hdtensor.ops.special.move import move
 from hdtensor.pipeline.runtime.crossings import (
@@ -30,6 +27,8 @@ from hdtensor.pipeline.runtime.crossings import (
     spec_behind,
     stand_in,
 )
+from hdtensor.pipeline.runtime.learned import Border, Coming, Held, Learned
+from hdtensor.pipeline.runtime.turns import Turns
 from hdtensor.placements import HDSpec
 from hdtensor.tensor import HDTensor
 
@@ -62,35 +61,8 @@ class Segment:
         self.loss = None
 
 
-@dataclass(slots=True)
-class Learned:
-    """What a call with micro-batches of some shapes showed.
-
-    Attributes:
-        coming: Stage -> what arrives there.
-        last: Number of the last crossing in which this rank takes part; None before a call has ended.
-    """
-
-    coming: dict[int, list[Coming]] = field(default_factory=dict)
-    last: int | None = None
-
-
 class _Leave(BaseException):
     """Raised where all that follows in the model is other ranks' work."""
-
-
-class Coming(NamedTuple):
-    """A tensor that arrives in each call with such a micro-batch.
-
-    Attributes:
-        number: Number of its crossing in the call.
-        path: Its way.
-        device: Where it is needed.
-    """
-
-    number: int
-    path: Route
-    device: torch.device
 
 
 #: Calls that run now, innermost last.
@@ -110,7 +82,16 @@ class Passage:
 
     Attributes:
         segments: This rank's stages in order.
+        learned: What earlier calls with like micro-batches showed; this one adds to it.
+        may_leave: Whether nobody on this rank needs what the call returns.
+        is_plain: Whether this rank's stage runs on plain tensors, where it has a stage alone.
+        is_rehearsal: Whether nothing is sent, and nothing noted: a trial.
+        keeps_output: Whether what the model returns is kept.
+        output: That.
     """
+
+    is_rehearsal = False
+    keeps_output = False
 
     def __init__(
         self,
@@ -120,6 +101,7 @@ class Passage:
         learned: Learned,
         *,
         may_leave: bool,
+        is_plain: bool = False,
     ) -> None:
         """Prepare the call.
 
@@ -129,20 +111,23 @@ class Passage:
             call: Calls the model.
             learned: What earlier calls with like micro-batches showed; this one adds to it.
             may_leave: Whether nobody on this rank needs what the call returns.
+            is_plain: Whether this rank's stage runs on plain tensors.
         """
+        self.is_plain = is_plain
+        self.output: Any = None
         self.segments = [Segment(stage) for stage in stages]
         self._microbatch = microbatch
         self._call = call
-        self._learned = learned
-        self._may_leave = may_leave
+        self.learned = learned
+        self.may_leave = may_leave
         self._last = -1
         self._ahead: dict[int, tuple[Route, Pending]] = {}
         self._now = 0 if stages[0] == 0 else -1
-        self._num_crossings = 0
+        self._num_crossings = self._num_calls = 0
         self._begins = [0] if stages[0] == 0 else []
         self._at: frozenset[int] | None = None
-        self._met: dict[int, tuple[HDTensor, HDTensor]] = {}
-        self._thread = _Turns(self._run) if len(stages) > 1 else None
+        self._met: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._thread = Turns(self._run) if len(stages) > 1 else None
 
     @property
     def stage(self) -> int | None:
@@ -163,10 +148,20 @@ class Passage:
         for segment in self.segments:
             segment.clear()
 
-    def cross(
-        self, tensors: Sequence[HDTensor], spec: HDSpec, *, is_turn: bool, begins: bool
-    ) -> list[HDTensor]:
-        """Bring tensors to a layer's stage.
+    def goes_on(self, border: Border) -> bool:
+        """Return whether a layer inside of a stage takes plain tensors of its stage as they are; count the call then."""
+        if not self.is_plain or border.begins or self._at not in (None, border.ranks):
+            return False
+        if not border.is_home and self._num_calls + 1 in self.learned.held:
+            return False
+        self._num_calls += 1
+        return True
+
+    def cross(self, tensors: Sequence[torch.Tensor], border: Border) -> list[torch.Tensor]:
+        """Bring the tensors that a layer is called with to its stage.
+
+        Tensors that are plain on all ranks (masks, positions) stay. On a rank whose stage runs on plain tensors those that
+        the stage made are known by their places among the arguments, as an earlier call showed them.
 
         =====================================  ======================================================
         a tensor                               what is done
@@ -179,28 +174,59 @@ class Passage:
 
         Args:
             tensors: What the layer takes.
-            spec: The spec of hidden states on the stage.
-            is_turn: Whether a stage begins though the ranks stay.
-            begins: Whether a stage begins.
+            border: Where the layer is.
         """
-        if begins:
-            self._begin(spec)
-        elif self._at not in (None, frozenset(spec.ranks)):
+        spec = border.spec
+        if border.begins:
+            self._begin(border)
+        elif self._at not in (None, border.ranks):
             raise PlanError(
                 f"a layer on ranks {list(spec.ranks)} is called after one of the next stage, on ranks "
                 f"{sorted(self._at or ())}. A pipeline passes its stages once, in order: put layers that call one "
                 f"another on one stage, as those of an encoder and a decoder."
             )
-        return [self._follow(x, spec, is_turn) for x in tensors]
+        self._num_calls += 1
+        held = {} if border.is_home else self._held(tensors, spec)
+        found: list[torch.Tensor] = []
+        for i, x in enumerate(tensors):
+            if isinstance(x, HDTensor):
+                found.append(self._follow(x, border))
+            else:
+                found.append(self._depart_once(x, held[i], spec) if i in held else x)
+        return found
 
-    def _begin(self, spec: HDSpec) -> None:
+    def _held(self, tensors: Sequence[torch.Tensor], spec: HDSpec) -> Mapping[int, HDSpec]:
+        """Return specs of the plain tensors that this rank's stage made; note them where they are no plain ones yet.
+
+        Raises:
+            PipelineError: If the layer is called with something else than an earlier call showed.
+        """
+        known = self.learned.held.get(self._num_calls)
+        if not self.is_plain:
+            specs = {
+                i: x.spec for i, x in enumerate(tensors) if isinstance(x, HDTensor) and x.is_local
+            }
+            if specs:
+                self.learned.held[self._num_calls] = Held(len(tensors), specs)
+            return {}
+        if known is None:
+            return {}
+        if known.num_tensors != len(tensors):
+            raise PipelineError(
+                f"a layer on ranks {list(spec.ranks)} is called with {len(tensors)} tensors, where it was called with "
+                f"{known.num_tensors} for an earlier micro-batch of the same shapes. What goes from stage to stage may "
+                f"depend on shapes, but not on values."
+            )
+        return known.specs
+
+    def _begin(self, border: Border) -> None:
         self._met.clear()
-        self._at = frozenset(spec.ranks)
-        if current_rank() not in spec.ranks:
+        self._at = border.ranks
+        if not border.is_home:
             return
         if self._now + 1 == len(self.segments):
             raise PlanError(
-                f"the model calls a layer that begins a stage on ranks {list(spec.ranks)} more often than the plan has "
+                f"the model calls a layer that begins a stage on ranks {sorted(border.ranks)} more often than the plan has "
                 f"stages there. Layers that are called several times must be inside one stage."
             )
         if self._now >= 0:
@@ -208,12 +234,14 @@ class Passage:
         self._now += 1
         self._begins.append(number_of_next_node())
 
-    def _follow(self, x: HDTensor, spec: HDSpec, is_turn: bool) -> HDTensor:
+    def _follow(self, x: HDTensor, border: Border) -> torch.Tensor:
         """Return a tensor on the stage that now runs."""
         if id(x) in self._met:
             return self._met[id(x)][1]
-        stays = set(x.spec.ranks) == set(spec.ranks)
-        if is_turn or not stays:
+        spec = border.spec
+        stays = x._spec.spec is spec or border.ranks == set(x.spec.ranks)
+        found: torch.Tensor
+        if border.is_turn or not stays:
             found = self._cross(x, spec_behind(spec, x.ndim), stays and x.is_local)
         else:
             origin = self._origin(x)
@@ -227,10 +255,10 @@ class Passage:
         self._met[id(x)] = (x, found)
         return found
 
-    def _origin(self, x: HDTensor) -> Segment:
+    def _origin(self, x: torch.Tensor) -> Segment:
         """Return which of this rank's stages made a tensor; the one that runs if no gradient comes back to it."""
         present = self.segments[self._now]
-        if not x.is_local or not x.requires_grad or len(self.segments) == 1:
+        if len(self.segments) == 1 or not _is_local(x) or not x.requires_grad:
             return present
         if x.grad_fn is None:
             homes = (s for s in self.segments if any(a.leaf is x for a in s.arrivals))
@@ -238,43 +266,75 @@ class Passage:
         place = bisect.bisect_right(self._begins, number_of_node(x.grad_fn)) - 1
         return self.segments[max(place, 0)]
 
-    def _cross(self, x: HDTensor, spec: HDSpec, hands_over: bool) -> HDTensor:
-        number = self._num_crossings
-        self._num_crossings += 1
+    def _cross(self, x: HDTensor, spec: HDSpec, hands_over: bool) -> torch.Tensor:
         path = route(x._spec, spec)
         if hands_over:
-            self._last = number
+            self._last = self._next_number()
             departure, arrival = hand_over(x, path)
             self._origin(x).departures.append(departure)
             self.segments[self._now].arrivals.append(arrival)
             return arrival.leaf
+        number = self._next_number()
         if not set(x.spec.ranks).isdisjoint(spec.ranks):
             moved: HDTensor = move(x, spec, None)  # inside one stage
             return moved
-        channel = self._channel(number)
         if x.is_local:
-            self._last = number
-            self._origin(x).departures.append(send(x, path, channel))
-            if self._may_leave and number == self._learned.last:
-                raise _Leave
-            return stand_in(x, path)
+            return self._depart(x, path, number)
         if path.after.index is None:
             return stand_in(x, path)
         self._last = number
-        segment = self.segments[self._now]
+        return self.receive(x, path, number)
+
+    def _depart_once(self, x: torch.Tensor, before: HDSpec, spec: HDSpec) -> torch.Tensor:
+        """Take a plain tensor that this rank's stage made to another stage, once."""
+        if id(x) not in self._met:
+            bound = BoundSpec.bind(before, x.shape, None, x.dtype)
+            path = route(bound, spec_behind(spec, x.ndim))
+            self._met[id(x)] = (x, self._depart(x, path, self._next_number()))
+        return self._met[id(x)][1]
+
+    def _depart(self, x: torch.Tensor, path: Route, number: int) -> HDTensor:
+        self._last = number
+        self.send(x, path, number)
+        if self.may_leave and number == self.learned.last:
+            raise _Leave
+        return stand_in(x, path)
+
+    def _next_number(self) -> int:
+        self._num_crossings += 1
+        return self._num_crossings - 1
+
+    def send(self, x: torch.Tensor, path: Route, number: int) -> None:
+        """Send a tensor of this rank's to its next stage.
+
+        Args:
+            x: The tensor.
+            path: Its way.
+            number: Of its crossing.
+        """
+        self._origin(x).departures.append(send(x, path, self._channel(number)))
+
+    def receive(self, x: HDTensor, path: Route, number: int) -> torch.Tensor:
+        """Return a tensor that comes to this rank's stage.
+
+        Args:
+            x: Its stand-in from before.
+            path: Its way.
+            number: Of its crossing.
+        """
+        segment, channel = self.segments[self._now], self._channel(number)
         device = x._local_tensor.device
-        known = self._learned.coming.setdefault(segment.stage, [])
+        known = self.learned.coming.setdefault(segment.stage, [])
         if all(coming.number != number for coming in known):
             known.append(Coming(number, path, device))
-        arrival = receive(
-            x, path, channel, self._started(number, path) or expect(path, device, channel)
-        )
+        coming = self._started(number, path) or expect(path, device, channel)
+        arrival = receive(x, path, channel, coming, is_plain=self.is_plain)
         segment.arrivals.append(arrival)
         return arrival.leaf
 
     def expect(self, stage: int) -> None:
         """Start receiving what will come to a stage, as far as it is known."""
-        for number, path, device in self._learned.coming.get(stage, ()):
+        for number, path, device in self.learned.coming.get(stage, ()):
             if number not in self._ahead and number >= self._num_crossings:
                 moving = expect(path, device, self._channel(number))
                 self._ahead[number] = (path, moving)
@@ -307,7 +367,7 @@ class Passage:
         except _Leave:
             pass
         else:
-            self._learned.last = self._last
+            self.learned.last = self._last
         finally:
             self._met.clear()
             _running.remove(self)
@@ -323,61 +383,6 @@ class Passage:
             _running.append(self)
 
 
-class _Turns:
-    """A function in a thread of its own that runs only while its owner waits for it."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def resume(self) -> None:
-        """Let the function run until it pauses or ends; raise what it raises."""
-        if self._thread is None:
-            context = contextvars.copy_context()
-            settings = _thread_settings()
-            self._thread = threading.Thread(
-                target=context.run, args=(self._run, settings), daemon=True, name="hdtensor-stage"
-            )
-            self._thread.start()
-        self._go.release()
-        self._done.acquire()
-        if self._error is not None:
-            raise self._error
-
-    def pause(self) -> None:
-        """Called by the function: wait for the next turn."""
-        self._done.release()
-        self._go.acquire()
-
-    def _run(self, settings: Callable[[], Any]) -> None:
-        self._go.acquire()
-        try:
-            with settings():
-                self._function()
-        except BaseException as error:  # it is raised where the thread is waited for
-            self._error = error
-        finally:
-            self._done.release()
-
-
-def _thread_settings() -> Callable[[], Any]:
-    """Return what gives another thread this thread's settings of torch."""
-    grad, device = torch.is_grad_enabled(), None
-    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        device = torch.cuda.current_device()
-
-    @contextmanager
-    def settings() -> Iterator[None]:
-        with ExitStack() as stack:
-            if device is not None:
-                stack.enter_context(torch.cuda.device(device))
-            stack.enter_context(torch.set_grad_enabled(grad))
-            for kind, dtype in dtypes.items():
-                stack.enter_context(torch.autocast(kind, dtype))
-            yield
-
-    return settings
+def _is_local(x: torch.Tensor) -> bool:
+    """Whether this rank has a part of a tensor; of a plain one it has all."""
+    return not isinstance(x, HDTensor) or x.is_local

@@ -6,6 +6,8 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
 from hdtensor.errors import PlanError
 from hdtensor.ops.special.move import move
 from hdtensor.pipeline.runtime.feed import MicroBatch
@@ -14,7 +16,7 @@ from hdtensor.tensor import HDTensor
 
 
 #: Gives a tensor behind a stage point for one before it.
-Again = Callable[[HDTensor], HDTensor]
+Again = Callable[[torch.Tensor], torch.Tensor]
 
 #: The micro-batch whose call goes on, or whose backward runs; it may be on a thread of its own.
 _forward: list[MicroBatch] = []
@@ -42,7 +44,10 @@ def replaying(part: MicroBatch) -> Iterator[None]:
 
 
 def note(
-    point: object, passage: Passage, given: Sequence[HDTensor], results: Sequence[HDTensor]
+    point: object,
+    passage: Passage,
+    given: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
 ) -> None:
     """Note what a micro-batch that runs found behind a stage point."""
     if _forward:
@@ -61,7 +66,7 @@ def has_passed(point: object) -> bool:
     return point in _backward[-1].behind
 
 
-def again(point: object, given: Sequence[HDTensor]) -> list[HDTensor]:
+def again(point: object, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return what the micro-batch whose backward runs found behind a stage point.
 
     Raises:
@@ -77,19 +82,23 @@ def again(point: object, given: Sequence[HDTensor]) -> list[HDTensor]:
     return [make(x) for make, x in zip(passed[0], given, strict=True)]
 
 
-def _again(before: HDTensor, behind: HDTensor, has_arrived: bool) -> Again:
+def _again(before: torch.Tensor, behind: torch.Tensor, has_arrived: bool) -> Again:
     if behind is before:
         return lambda x: x
     if has_arrived:
         leaf = weakref.ref(behind)  # it lives as long as its stage's backward may need it
 
-        def arrived(_: HDTensor) -> HDTensor:
+        def arrived(_: torch.Tensor) -> torch.Tensor:
             found = leaf()
             assert found is not None, "a stage keeps what came to it until its backward ended"
             return found
 
         return arrived
-    if behind.is_local or (before.is_local and not behind.is_leaf):
+    if (
+        isinstance(before, HDTensor)
+        and isinstance(behind, HDTensor)
+        and (behind.is_local or (before.is_local and not behind.is_leaf))
+    ):
         spec = behind.spec
         return lambda x: move(x, spec, None)
     return lambda _: behind

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hdtensor._rank import current_rank
 from hdtensor.api import points
-from hdtensor.api.region_nodes import replace_tensors, tensors_in
 from hdtensor.pipeline.runtime import replay
 from hdtensor.pipeline.runtime.lane_plan import LanePlan
+from hdtensor.pipeline.runtime.learned import Border
 from hdtensor.pipeline.runtime.passage import running
 from hdtensor.placements import HDSpec
+from hdtensor.tensor import HDTensor
 
 
 #: Model -> the hooks of its newest runner. They follow from the plan, so that earlier runners go on with them.
@@ -63,40 +66,69 @@ def _stage_hooks(plan: LanePlan, layers: Mapping[int, Sequence[str]]) -> dict[st
             spec = before if point is None else point.spec
             is_turn = point is not None and bool(point.turns)
             begins = is_turn or set(spec.ranks) != set(before.ranks)
-            hooks[name] = StagePoint(spec, is_turn=is_turn, begins=begins)
+            ranks = frozenset(spec.ranks)
+            is_home = current_rank() in ranks
+            hooks[name] = StagePoint(Border(spec, ranks, is_home, is_turn, begins))
     return hooks
 
 
 class StagePoint:
     """Takes what a module is called with to the module's stage."""
 
-    def __init__(self, spec: HDSpec, *, is_turn: bool, begins: bool) -> None:
+    def __init__(self, border: Border) -> None:
         """Take what the lane's plan says.
 
         Args:
-            spec: Of hidden states on the stage.
-            is_turn: Whether a stage begins though the ranks stay.
-            begins: Whether a stage begins.
+            border: Where the module is.
         """
-        self.spec = spec
-        self.is_turn = is_turn
-        self.begins = begins
+        self.border = border
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the module's arguments on its stage."""
         passage = running()
         if passage is None and not replay.is_replaying():
             return None
-        tensors = tensors_in((args, kwargs))
+        if (
+            passage is not None
+            and not _has_foreign((args, kwargs), self.border.spec)
+            and passage.goes_on(self.border)
+        ):
+            return None
+        tensors: list[torch.Tensor] = []
+        _replaced((args, kwargs), tensors.append)
         if passage is None:
-            if not self.begins and not replay.has_passed(self):
+            if not self.border.begins and not replay.has_passed(self):
                 return None
             moved = iter(replay.again(self, tensors))
         else:
-            found = passage.cross(tensors, self.spec, is_turn=self.is_turn, begins=self.begins)
-            if not self.begins and all(x is y for x, y in zip(tensors, found, strict=True)):
+            found = passage.cross(tensors, self.border)
+            if not self.border.begins and all(x is y for x, y in zip(tensors, found, strict=True)):
                 return None
-            replay.note(self, passage, tensors, found)
+            if not passage.is_rehearsal:
+                replay.note(self, passage, tensors, found)
             moved = iter(found)
-        new_args = replace_tensors(args, lambda _: next(moved))
-        return new_args, replace_tensors(kwargs, lambda _: next(moved))
+        return _replaced((args, kwargs), lambda _: next(moved))
+
+
+def _has_foreign(value: Any, spec: HDSpec) -> bool:
+    """Return whether there is an ``HDTensor`` of another spec in what a module is called with."""
+    kind = type(value)
+    if kind is HDTensor:
+        return value._spec.spec is not spec
+    if kind is tuple or kind is list:
+        return any(_has_foreign(v, spec) for v in value)
+    if kind is dict:
+        return any(_has_foreign(v, spec) for v in value.values())
+    return False
+
+
+def _replaced(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return what a module is called with, with ``change(x)`` for every tensor."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_replaced(v, change) for v in value])
+    if kind is dict:
+        return {k: _replaced(v, change) for k, v in value.items()}
+    return value

@@ -1,0 +1,84 @@
+"""What a call of the model showed, for later micro-batches of the same shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from hdtensor.pipeline.runtime.crossings import Route
+from hdtensor.placements import HDSpec
+
+
+class Coming(NamedTuple):
+    """A tensor that arrives in each call with such a micro-batch.
+
+    Attributes:
+        number: Number of its crossing in the call.
+        path: Its way.
+        device: Where it is needed.
+    """
+
+    number: int
+    path: Route
+    device: torch.device
+
+
+class Border(NamedTuple):
+    """Where a layer is in its lane.
+
+    Attributes:
+        spec: Of hidden states on the layer's stage.
+        ranks: The stage's.
+        is_home: Whether this rank is one of them.
+        is_turn: Whether a stage begins there though the ranks stay.
+        begins: Whether a stage begins there.
+    """
+
+    spec: HDSpec
+    ranks: frozenset[int]
+    is_home: bool
+    is_turn: bool
+    begins: bool
+
+
+class Held(NamedTuple):
+    """What of this rank's own stage a layer of another stage is called with.
+
+    Attributes:
+        num_tensors: How many tensors there are among the layer's arguments.
+        specs: Number of a tensor among them -> its spec, for those that this rank's stage made.
+    """
+
+    num_tensors: int
+    specs: Mapping[int, HDSpec]
+
+
+@dataclass(slots=True)
+class Manner:
+    """What is known of calls of some kind, whatever the sizes of their micro-batches.
+
+    Attributes:
+        can_be_plain: Whether this rank's stage computes the same on plain tensors; None: it was not tried.
+    """
+
+    can_be_plain: bool | None = None
+
+
+@dataclass(slots=True)
+class Learned:
+    """What a call with micro-batches of some shapes showed.
+
+    Attributes:
+        coming: Stage -> what arrives there.
+        last: Number of the last crossing in which this rank takes part; None before a call has ended.
+        manner: What is known of all calls that differ from this one in sizes only.
+        held: Call of a stage point -> what this rank's own stage gave to it, for those of other stages.
+    """
+
+    coming: dict[int, list[Coming]] = field(default_factory=dict)
+    last: int | None = None
+    manner: Manner = field(default_factory=Manner)
+    held: dict[int, Held] = field(default_factory=dict)

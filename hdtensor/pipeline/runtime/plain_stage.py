@@ -1,0 +1,211 @@
+"""A rank that has its stage alone runs it as on one device: on plain tensors, without anything of ours in between.
+
+Of the first micro-batch of each shapes the stage runs on ``HDTensor``s: it shows which tensors go to other stages. The
+first of all is computed once more on plain tensors without autograd, where nothing is sent: what goes to other stages, what the
+model returns and what is drawn must be the same. The messages of both ways are the same, so that each rank decides alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hdtensor._torch_compat import pytree
+from hdtensor.api.points import is_own_hook
+from hdtensor.api.region_watch import is_close
+from hdtensor.collectives import observe
+from hdtensor.pipeline.runtime.crossings import Route
+from hdtensor.pipeline.runtime.gradients import StepGradients
+from hdtensor.pipeline.runtime.learned import Learned
+from hdtensor.pipeline.runtime.parameters import LaneParameters
+from hdtensor.pipeline.runtime.passage import Passage
+from hdtensor.pipeline.runtime.stage_points import StagePoint
+from hdtensor.tensor import HDTensor
+
+
+_log = logging.getLogger(__name__)
+
+
+class PlainStage:
+    """Decides which calls of the model run on plain tensors, and puts the leaves in place for them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: LaneParameters,
+        gradients: StepGradients,
+        *,
+        is_possible: bool,
+    ) -> None:
+        """Look at the model.
+
+        Args:
+            model: The model.
+            parameters: The leaves.
+            gradients: Has plain leaves beside.
+            is_possible: Whether this rank has one stage, alone.
+        """
+        self._model, self._parameters, self._gradients = model, parameters, gradients
+        self._is_possible = is_possible and not any(
+            isinstance(buffer, HDTensor) for buffer in model.buffers()
+        )
+        self._leaves: dict[int, torch.Tensor] | None = None
+        self._hook_number = -1
+        self._is_hooked = False
+
+    def prepare(self) -> None:
+        """Get ready for a step."""
+        self._leaves = None
+        if not self._is_possible or observe.listeners or self._has_hooks():
+            return
+        found = {id(leaf): self._gradients.whole_leaf(leaf) for leaf in self._parameters.held()}
+        whole = {number: leaf for number, leaf in found.items() if leaf is not None}
+        if len(whole) == len(found):
+            self._leaves = whole
+
+    def takes(self, learned: Learned) -> bool:
+        """Return whether a call runs on plain tensors."""
+        return (
+            self._leaves is not None
+            and learned.last is not None
+            and learned.manner.can_be_plain is True
+        )
+
+    def tries(self, learned: Learned) -> bool:
+        """Return whether a call has to show first that it can."""
+        return self._leaves is not None and learned.manner.can_be_plain is None
+
+    def stand(self, is_plain: bool) -> None:
+        """Have plain leaves stand in for the parameters, or those of the lane again."""
+        if self._gradients.is_plain != is_plain:
+            self._gradients.is_plain = is_plain
+            self._parameters.stand(self._leaves if is_plain else None)
+
+    def weights(self, is_plain: bool) -> Iterator[torch.Tensor]:
+        """Yield the leaves that gradients come to."""
+        for leaf in self._parameters.held():
+            if leaf.requires_grad:
+                yield self._leaves[id(leaf)] if is_plain and self._leaves else leaf
+
+    def rehearse(self, passage: Passage, call: Callable[[], Any], start: torch.Tensor) -> None:
+        """Find out whether a call that has just ended gives the same on plain tensors.
+
+        Args:
+            passage: The call.
+            call: Calls the model once more.
+            start: The generator's state when it began.
+        """
+        end = torch.get_rng_state()
+        torch.set_rng_state(start)
+        trial = Rehearsal(passage, call)
+        self.stand(True)
+        try:
+            with torch.no_grad():
+                trial.advance()
+            can = trial.gives_the_same() and torch.equal(torch.get_rng_state(), end)
+        except Exception as error:  # any failure on plain tensors only means: not on plain tensors
+            _log.debug("the stage does not run on plain tensors: %s", error)
+            can = False
+        finally:
+            self.stand(False)
+            torch.set_rng_state(end)
+        passage.learned.manner.can_be_plain = can
+
+    def _has_hooks(self) -> bool:
+        """Whether a user's hooks inside the model want to see ``HDTensor``s.
+
+        torch numbers all hooks in one sequence: without a new number nothing has changed.
+        """
+        if RemovableHandle.next_id != self._hook_number:
+            self._hook_number = RemovableHandle.next_id
+            self._is_hooked = any(
+                not (is_own_hook(hook) or isinstance(hook, StagePoint))
+                for module in self._model.modules()
+                for table in (
+                    module._forward_hooks,
+                    module._forward_pre_hooks,
+                    module._backward_hooks,
+                    module._backward_pre_hooks,
+                )
+                for hook in table.values()
+            )
+        return self._is_hooked
+
+
+class FirstCall(Passage):
+    """A call after which its stage is rehearsed on plain tensors."""
+
+    keeps_output = True
+
+    def rehearse_by(self, stage: PlainStage, call: Callable[[], Any]) -> FirstCall:
+        """Have a stage rehearse the call when it has ended; return it."""
+        self._stage, self._again = stage, call
+        return self
+
+    def advance(self) -> None:
+        """Run the call, then once more on plain tensors."""
+        start = torch.get_rng_state()
+        super().advance()
+        self._stage.rehearse(self, self._again, start)
+        self.output = None
+
+
+class Rehearsal(Passage):
+    """A call on plain tensors that sends nothing, and receives what another one received."""
+
+    is_rehearsal = True
+    keeps_output = True
+
+    def __init__(self, first: Passage, call: Callable[[], Any]) -> None:
+        """Take what the other call received and sent.
+
+        Args:
+            first: That call.
+            call: Calls the model.
+        """
+        (segment,) = first.segments
+        super().__init__(
+            0, [segment.stage], call, first.learned, may_leave=first.may_leave, is_plain=True
+        )
+        self._first = first
+        self._coming = iter([_local(arrival.leaf) for arrival in segment.arrivals])
+        self._gone: list[torch.Tensor] = []
+
+    def send(self, x: torch.Tensor, path: Route, number: int) -> None:
+        """Keep a tensor to compare it."""
+        self._gone.append(x)
+
+    def receive(self, x: HDTensor, path: Route, number: int) -> torch.Tensor:
+        """Return what the other call received."""
+        return next(self._coming)
+
+    def gives_the_same(self) -> bool:
+        """Return whether both calls gave the same to other stages, and returned the same."""
+        (segment,) = self._first.segments
+        sent = [departure.tensor for departure in segment.departures]
+        mine, theirs = pytree.tree_leaves(self.output), pytree.tree_leaves(self._first.output)
+        return (
+            len(sent) == len(self._gone)
+            and len(mine) == len(theirs)
+            and all(map(is_close, self._gone, sent))
+            and all(map(_is_same, mine, theirs))
+        )
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x._local_tensor if isinstance(x, HDTensor) else x.detach()
+
+
+def _is_same(mine: Any, theirs: Any) -> bool:
+    """Whether both are of other ranks, or the same values."""
+    if isinstance(theirs, HDTensor) and theirs.is_local:
+        return is_close(mine, theirs)
+    if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        is_other = isinstance(mine, HDTensor) and isinstance(theirs, HDTensor)
+        return is_other or (mine.shape == theirs.shape and torch.equal(mine, theirs))
+    return type(mine) is type(theirs)
