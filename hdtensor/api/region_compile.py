@@ -52,10 +52,24 @@ class CompiledForward:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module where all around it is plain."""
-        if self._compiled is None or torch.compiler.is_compiling():
+        if self._compiled is None or torch.compiler.is_compiling() or _is_off[0]:
             return self._forward(*args, **kwargs)
         with _bare(self._module, self._forward):
             return self._compiled(*args, **kwargs)
+
+
+#: Whether modules run as they were before they were compiled, for a trial that would compile them anew.
+_is_off = [False]
+
+
+@contextlib.contextmanager
+def not_compiled() -> Iterator[None]:
+    """Have modules run as they were before they were compiled."""
+    before, _is_off[0] = _is_off[0], True
+    try:
+        yield
+    finally:
+        _is_off[0] = before
 
 
 def _is_plain() -> bool:

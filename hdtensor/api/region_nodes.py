@@ -32,6 +32,9 @@ from hdtensor.tensor import HDTensor
 Rebuild = Callable[[tuple[Any, ...]], Any]
 
 
+#: Exact sizes a layout remembers; past it the table starts anew.
+MAX_SIZES = 4096
+
 #: ``plain_leaf(parameter, spec)``: a plain leaf that collects the parameter's gradients of a spec by itself, or None.
 PlainLeaf = Callable[[HDTensor, HDSpec], torch.Tensor | None]
 
@@ -94,6 +97,27 @@ class Layout:
         """Return the parameters that the recorded pass's backward gave no gradient; none before it ended."""
         reached = {place for kind, place in self.watched if kind == "p"}
         return self.asked - reached if reached else set()
+
+    def observe(self, inputs: Sequence[HDTensor], result: Any) -> None:
+        """Note what sizes come out where these go in."""
+        outs, _ = flatten_result(result)
+        bounds = tuple(o._spec if isinstance(o, HDTensor) else None for o in outs)
+        self.shapes.observe([x._spec for x in inputs], bounds)
+        self._remember(inputs, bounds)
+
+    def derive(self, inputs: Sequence[HDTensor]) -> tuple[BoundSpec | None, ...] | None:
+        """Return the layouts of what comes out, None if that is not known."""
+        outs = self.sizes.get(tuple([x._spec for x in inputs]))
+        if outs is None:
+            outs = self.shapes.derive([x._spec for x in inputs])
+            if outs is not None:
+                self._remember(inputs, outs)
+        return outs
+
+    def _remember(self, inputs: Sequence[HDTensor], outs: Any) -> None:
+        if len(self.sizes) >= MAX_SIZES:
+            self.sizes.clear()
+        self.sizes[tuple([x._spec for x in inputs])] = outs
 
 
 class _EnterNode(torch.autograd.Function):

@@ -67,8 +67,8 @@ from hdtensor.tensor import HDTensor
 
 _log = logging.getLogger(__name__)
 
-#: Layouts a region remembers, and exact sizes over all of them; past it a table starts anew.
-MAX_LAYOUTS, MAX_SIZES = 256, 4096
+#: Layouts a region remembers; past it the table starts anew.
+MAX_LAYOUTS = 256
 
 #: How often a pass whose backward left a gradient out is recorded again before the module counts as failed.
 _MAX_TRIES = 3
@@ -170,7 +170,7 @@ class Region:
         if layout.state == "running" and self._is_refrozen():
             layout = self._start_anew(key)
         if layout.state == "running" or layout.state == "pruned":
-            outs = self._derive(layout, inputs)
+            outs = layout.derive(inputs)
             if outs is not None:
                 if layout.state == "pruned":
                     return self._skip(layout, args, kwargs, inputs, outs)
@@ -264,7 +264,7 @@ class Region:
             case "running" | "pruned":  # sizes whose outcome cannot be derived yet
                 with op_by_op():
                     result = self.forward(*args, **kwargs)
-                self._observe(layout, inputs, result)
+                layout.observe(inputs, result)
                 return result
         return self.forward(*args, **kwargs)
 
@@ -297,7 +297,7 @@ class Region:
             or not layout.points.can_be_plain
         ):
             layout.state = "failed"
-        self._observe(layout, inputs, result)
+        layout.observe(inputs, result)
         outs = tuple(
             watch.output(k, o) if isinstance(o, HDTensor) else o for k, o in enumerate(outs)
         )
@@ -323,7 +323,7 @@ class Region:
                 result = self.forward(*args, **kwargs)
         finally:
             points.recording.pop()
-        self._observe(layout, inputs, result)
+        layout.observe(inputs, result)
         recorded.results = seen.results
         layout.state = "running" if self._is_same(layout, args, kwargs, result) else "failed"
         recorded.results = []
@@ -355,29 +355,6 @@ class Region:
             layout.points.is_checking = False
         mine, theirs = flatten_result(plain)[0], flatten_result(result)[0]
         return len(mine) == len(theirs) and all(map(is_close, mine, theirs))
-
-    # -- sizes ----------------------------------------------------------------------------------------------------
-
-    def _observe(self, layout: Layout, inputs: list[HDTensor], result: Any) -> None:
-        outs, _ = flatten_result(result)
-        bounds = tuple(o._spec if isinstance(o, HDTensor) else None for o in outs)
-        layout.shapes.observe([x._spec for x in inputs], bounds)
-        self._remember(layout, inputs, bounds)
-
-    def _derive(
-        self, layout: Layout, inputs: list[HDTensor]
-    ) -> tuple[BoundSpec | None, ...] | None:
-        outs = layout.sizes.get(tuple([x._spec for x in inputs]))
-        if outs is None:
-            outs = layout.shapes.derive([x._spec for x in inputs])
-            if outs is not None:
-                self._remember(layout, inputs, outs)
-        return outs
-
-    def _remember(self, layout: Layout, inputs: list[HDTensor], outs: Any) -> None:
-        if len(layout.sizes) >= MAX_SIZES:
-            layout.sizes.clear()
-        layout.sizes[tuple([x._spec for x in inputs])] = outs
 
     # -- the running state ----------------------------------------------------------------------------------------
 

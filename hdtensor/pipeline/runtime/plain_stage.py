@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hdtensor._torch_compat import pytree
 from hdtensor.api.points import is_own_hook
+from hdtensor.api.region_compile import not_compiled
 from hdtensor.api.region_watch import is_close
 from hdtensor.collectives import observe
 from hdtensor.pipeline.runtime.crossings import Route
@@ -105,7 +106,7 @@ class PlainStage:
         trial = Rehearsal(passage, call)
         self.stand(True)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), not_compiled():
                 trial.advance()
             can = trial.gives_the_same() and torch.equal(torch.get_rng_state(), end)
         except Exception as error:  # any failure on plain tensors only means: not on plain tensors
