@@ -115,7 +115,10 @@ class Executor:
         self._splits.clear()
 
     def _run(self, action: Action) -> None:
-        self._stand(self._passage(action.microbatch).is_plain)
+        passage = self._passage(action.microbatch)
+        if action.kind is Kind.FORWARD and action.stage == self._stages[0]:
+            passage.begin()
+        self._stand(passage.is_plain)
         match action.kind:
             case Kind.FORWARD:
                 self._forward(action)

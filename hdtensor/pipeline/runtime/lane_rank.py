@@ -23,7 +23,7 @@ from hdtensor.pipeline.runtime.learned import Learned, Manner
 from hdtensor.pipeline.runtime.options import RunnerOptions
 from hdtensor.pipeline.runtime.parameters import LaneParameters
 from hdtensor.pipeline.runtime.passage import Passage, running
-from hdtensor.pipeline.runtime.plain_stage import FirstCall, PlainStage
+from hdtensor.pipeline.runtime.plain_stage import PlainStage, StageCall
 from hdtensor.pipeline.runtime.recording import Recording
 from hdtensor.pipeline.runtime.surroundings import Surroundings, configs_of, without_cache
 from hdtensor.pipeline.runtime.totals import Totals
@@ -203,11 +203,10 @@ class LaneRank:
         """Return a micro-batch's call of the model."""
         learned = self._learned_with(part, is_training)
         may_leave = self._rank not in self.plan.labels.ranks
-        if self.plain.tries(learned):
-            first = FirstCall(number, self._stages, call, learned, may_leave=may_leave)
-            return first.rehearse_by(self.plain, call)
-        is_plain = self.plain.takes(learned)
-        return Passage(number, self._stages, call, learned, may_leave=may_leave, is_plain=is_plain)
+        if len(self._stages) > 1:
+            return Passage(number, self._stages, call, learned, may_leave=may_leave)
+        found = StageCall(number, self._stages, call, learned, may_leave=may_leave)
+        return found.decide_by(self.plain)
 
     def _present_settings(self) -> tuple[Any, ...]:
         """Return what else a call depends on, the same for all micro-batches of a step."""

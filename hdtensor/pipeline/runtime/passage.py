@@ -82,6 +82,7 @@ class Passage:
 
     Attributes:
         segments: This rank's stages in order.
+        call: Calls the model.
         learned: What earlier calls with like micro-batches showed; this one adds to it.
         may_leave: Whether nobody on this rank needs what the call returns.
         is_plain: Whether this rank's stage runs on plain tensors, where it has a stage alone.
@@ -92,6 +93,7 @@ class Passage:
 
     is_rehearsal = False
     keeps_output = False
+    is_plain = False
 
     def __init__(
         self,
@@ -101,7 +103,6 @@ class Passage:
         learned: Learned,
         *,
         may_leave: bool,
-        is_plain: bool = False,
     ) -> None:
         """Prepare the call.
 
@@ -111,13 +112,11 @@ class Passage:
             call: Calls the model.
             learned: What earlier calls with like micro-batches showed; this one adds to it.
             may_leave: Whether nobody on this rank needs what the call returns.
-            is_plain: Whether this rank's stage runs on plain tensors.
         """
-        self.is_plain = is_plain
         self.output: Any = None
         self.segments = [Segment(stage) for stage in stages]
         self._microbatch = microbatch
-        self._call = call
+        self.call = call
         self.learned = learned
         self.may_leave = may_leave
         self._last = -1
@@ -133,6 +132,9 @@ class Passage:
     def stage(self) -> int | None:
         """Number of this rank's stage that runs now; None before the first one."""
         return self.segments[self._now].stage if self._now >= 0 else None
+
+    def begin(self) -> None:
+        """Called before the first ``advance``, when all earlier micro-batches' calls have begun."""
 
     def advance(self) -> None:
         """Run up to the end of the next of this rank's stages."""
@@ -363,7 +365,7 @@ class Passage:
     def _run(self) -> None:
         _running.append(self)
         try:
-            self._call()
+            self.call()
         except _Leave:
             pass
         else:
