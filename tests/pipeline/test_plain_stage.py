@@ -25,9 +25,10 @@ class _Spy(torch.nn.Module):
 
     def forward(self, x):
         passage = running()
-        if passage is not None and passage.stage is not None and not passage.is_rehearsal:
-            self.seen.append(passage.is_plain)
+        if passage is not None and passage.stage is not None:
             self.look(x)
+            if not passage.is_rehearsal:
+                self.seen.append(passage.is_plain)
         return torch.nn.functional.silu(x)
 
 
@@ -96,21 +97,22 @@ def _check_without(rank):
         assert x.spec.num_subgroups == 1  # plain tensors have no spec
 
     watched = []
-    for options in ({}, {"use_regions": False}, {"hook": True}, {"look": look}):
+
+    def hook(module, args, output):
+        watched.append(type(output))
+
+    for name in ("as it is", "op by op", "hooked", "looked at"):
         seen = []
-        hooked, look_at = options.pop("hook", False), options.pop("look", lambda x: None)
-        model = _spied(seen, look_at)
-        runner = Runner(model, tiny.pairs(), **(options | {"use_regions": look_at is not look}))
-        if hooked:
-            model.model.layers[0].mlp.register_forward_hook(
-                lambda module, args, output: watched.append(type(output))
-            )
+        model = _spied(seen, look if name == "looked at" else lambda x: None)
+        runner = Runner(model, tiny.pairs(), use_regions=name != "op by op")
+        if name == "hooked":
+            model.model.layers[0].mlp.register_forward_hook(hook)
         for _ in range(2):
             runner.model.zero_grad()
             reference.zero_grad()
             _check_step(runner, reference, whole)
-        assert any(seen) == (options == {} and not hooked and look_at is not look)
-    assert set(watched) <= {hd.HDTensor}
+        assert any(seen) == (name == "as it is"), name
+    assert set(watched) == {hd.HDTensor}
 
 
 @pytest.mark.dist(4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,18 +44,6 @@ class Border(NamedTuple):
     begins: bool
 
 
-class Held(NamedTuple):
-    """What of this rank's own stage a layer of another stage is called with.
-
-    Attributes:
-        num_tensors: How many tensors there are among the layer's arguments.
-        specs: Number of a tensor among them -> its spec, for those that this rank's stage made.
-    """
-
-    num_tensors: int
-    specs: Mapping[int, HDSpec]
-
-
 @dataclass(slots=True)
 class Manner:
     """What is known of calls of some kind, whatever the sizes of their micro-batches.
@@ -75,10 +63,11 @@ class Learned:
         coming: Stage -> what arrives there.
         last: Number of the last crossing in which this rank takes part; None before a call has ended.
         manner: What is known of all calls that differ from this one in sizes only.
-        held: Call of a stage point -> what this rank's own stage gave to it, for those of other stages.
+        held: Call of a stage point of another stage -> the places among its arguments of what this rank's stage made, and
+            the specs of that.
     """
 
     coming: dict[int, list[Coming]] = field(default_factory=dict)
     last: int | None = None
     manner: Manner = field(default_factory=Manner)
-    held: dict[int, Held] = field(default_factory=dict)
+    held: dict[int, Mapping[Any, HDSpec]] = field(default_factory=dict)

@@ -27,7 +27,7 @@ from hdtensor.pipeline.runtime.crossings import (
     spec_behind,
     stand_in,
 )
-from hdtensor.pipeline.runtime.learned import Border, Coming, Held, Learned
+from hdtensor.pipeline.runtime.learned import Border, Coming, Learned
 from hdtensor.pipeline.runtime.turns import Turns
 from hdtensor.placements import HDSpec
 from hdtensor.tensor import HDTensor
@@ -159,7 +159,7 @@ class Passage:
         self._num_calls += 1
         return True
 
-    def cross(self, tensors: Sequence[torch.Tensor], border: Border) -> list[torch.Tensor]:
+    def cross(self, tensors: Mapping[Any, torch.Tensor], border: Border) -> list[torch.Tensor]:
         """Bring the tensors that a layer is called with to its stage.
 
         Tensors that are plain on all ranks (masks, positions) stay. On a rank whose stage runs on plain tensors those that
@@ -175,7 +175,7 @@ class Passage:
         =====================================  ======================================================
 
         Args:
-            tensors: What the layer takes.
+            tensors: What the layer takes, by its place among the arguments.
             border: Where the layer is.
         """
         spec = border.spec
@@ -190,36 +190,32 @@ class Passage:
         self._num_calls += 1
         held = {} if border.is_home else self._held(tensors, spec)
         found: list[torch.Tensor] = []
-        for i, x in enumerate(tensors):
+        for place, x in tensors.items():
             if isinstance(x, HDTensor):
                 found.append(self._follow(x, border))
             else:
-                found.append(self._depart_once(x, held[i], spec) if i in held else x)
+                found.append(self._depart_once(x, held[place], spec) if place in held else x)
         return found
 
-    def _held(self, tensors: Sequence[torch.Tensor], spec: HDSpec) -> Mapping[int, HDSpec]:
+    def _held(self, tensors: Mapping[Any, torch.Tensor], spec: HDSpec) -> Mapping[Any, HDSpec]:
         """Return specs of the plain tensors that this rank's stage made; note them where they are no plain ones yet.
 
         Raises:
-            PipelineError: If the layer is called with something else than an earlier call showed.
+            PipelineError: If one that an earlier call showed is missing.
         """
-        known = self.learned.held.get(self._num_calls)
         if not self.is_plain:
-            specs = {
-                i: x.spec for i, x in enumerate(tensors) if isinstance(x, HDTensor) and x.is_local
-            }
-            if specs:
-                self.learned.held[self._num_calls] = Held(len(tensors), specs)
+            local = {i: x for i, x in tensors.items() if isinstance(x, HDTensor) and x.is_local}
+            if local:
+                self.learned.held[self._num_calls] = {i: x.spec for i, x in local.items()}
             return {}
-        if known is None:
-            return {}
-        if known.num_tensors != len(tensors):
+        known = self.learned.held.get(self._num_calls, {})
+        if any(place not in tensors for place in known):
             raise PipelineError(
-                f"a layer on ranks {list(spec.ranks)} is called with {len(tensors)} tensors, where it was called with "
-                f"{known.num_tensors} for an earlier micro-batch of the same shapes. What goes from stage to stage may "
-                f"depend on shapes, but not on values."
+                f"a layer on ranks {list(spec.ranks)} is called without a tensor of an earlier stage that it was called "
+                f"with for an earlier micro-batch of the same shapes. What goes from stage to stage may depend on shapes, "
+                f"but not on values."
             )
-        return known.specs
+        return known
 
     def _begin(self, border: Border) -> None:
         self._met.clear()

@@ -94,14 +94,15 @@ class StagePoint:
             and passage.goes_on(self.border)
         ):
             return None
-        tensors: list[torch.Tensor] = []
-        _replaced((args, kwargs), tensors.append)
+        named: dict[Any, torch.Tensor] = {}
+        _name((args, kwargs), (), named)
+        tensors = list(named.values())
         if passage is None:
             if not self.border.begins and not replay.has_passed(self):
                 return None
             moved = iter(replay.again(self, tensors))
         else:
-            found = passage.cross(tensors, self.border)
+            found = passage.cross(named, self.border)
             if not self.border.begins and all(x is y for x, y in zip(tensors, found, strict=True)):
                 return None
             if not passage.is_rehearsal:
@@ -120,6 +121,18 @@ def _has_foreign(value: Any, spec: HDSpec) -> bool:
     if kind is dict:
         return any(_has_foreign(v, spec) for v in value.values())
     return False
+
+
+def _name(value: Any, path: tuple[Any, ...], named: dict[Any, torch.Tensor]) -> None:
+    """Note where each tensor stands, in the order in which ``_replaced`` meets them."""
+    if isinstance(value, torch.Tensor):
+        named[path] = value
+    elif type(value) is tuple or type(value) is list:
+        for i, v in enumerate(value):
+            _name(v, (*path, i), named)
+    elif type(value) is dict:
+        for key, v in value.items():
+            _name(v, (*path, key), named)
 
 
 def _replaced(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
