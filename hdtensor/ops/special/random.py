@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +44,7 @@ def draw_key(generator: torch.Generator | None = None) -> int:
     return int(torch.randint(_LOW, _HIGH, (), generator=generator).item())
 
 
-@contextlib.contextmanager
-def rows_of_batch(first: int, num: int) -> Iterator[None]:
+def rows_of_batch(first: int, num: int) -> contextlib.AbstractContextManager[None]:
     """Draw as for some samples of a larger batch: the values that the whole batch would have there.
 
     Tensors whose dim 0 is the samples, alone or joined with what follows, count from sample ``first`` on. A tensor whose
@@ -55,11 +54,22 @@ def rows_of_batch(first: int, num: int) -> Iterator[None]:
         first: Number of the first sample in the larger batch.
         num: Number of samples that run.
     """
-    before, _rows[0] = _rows[0], (first, num)
-    try:
-        yield
-    finally:
-        _rows[0] = before
+    return _Rows((first, num))
+
+
+class _Rows:
+    """Puts samples in their place for a while; a class, since every action of a schedule enters one."""
+
+    __slots__ = ("_before", "_rows")
+
+    def __init__(self, rows: tuple[int, int]) -> None:
+        self._rows = rows
+
+    def __enter__(self) -> None:
+        self._before, _rows[0] = _rows[0], self._rows
+
+    def __exit__(self, *_: object) -> None:
+        _rows[0] = self._before
 
 
 def fill_owned(

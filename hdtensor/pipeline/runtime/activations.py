@@ -80,7 +80,8 @@ class Offload:
             weights: The lane's leaves.
         """
         self._stages = frozenset(stages)
-        self._weights = {w._local_tensor.untyped_storage().data_ptr() for w in weights}
+        kept = weights if self._stages else ()
+        self._weights = {w._local_tensor.untyped_storage().data_ptr() for w in kept}
 
     def around_call(self) -> contextlib.AbstractContextManager[object]:
         """Return what holds around a call of the model."""

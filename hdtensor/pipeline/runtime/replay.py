@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,24 +23,29 @@ _forward: list[MicroBatch] = []
 _backward: list[MicroBatch] = []
 
 
-@contextlib.contextmanager
-def recording(part: MicroBatch) -> Iterator[None]:
+class _Now:
+    """Has a micro-batch be the one that stage points mean."""
+
+    __slots__ = ("_part", "_stack")
+
+    def __init__(self, stack: list[MicroBatch], part: MicroBatch) -> None:
+        self._stack, self._part = stack, part
+
+    def __enter__(self) -> None:
+        self._stack.append(self._part)
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.pop()
+
+
+def recording(part: MicroBatch) -> contextlib.AbstractContextManager[None]:
     """Have stage points tell a micro-batch what came through them."""
-    _forward.append(part)
-    try:
-        yield
-    finally:
-        _forward.pop()
+    return _Now(_forward, part)
 
 
-@contextlib.contextmanager
-def replaying(part: MicroBatch) -> Iterator[None]:
+def replaying(part: MicroBatch) -> contextlib.AbstractContextManager[None]:
     """Have stage points that are called again give what they gave a micro-batch at first."""
-    _backward.append(part)
-    try:
-        yield
-    finally:
-        _backward.pop()
+    return _Now(_backward, part)
 
 
 def note(

@@ -83,10 +83,14 @@ def without_cache(configs: Sequence[Any]) -> Iterator[None]:
             config.use_cache = True
 
 
-@contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+def _without_autocast() -> contextlib.AbstractContextManager[object]:
+    enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not enabled:
+        return _AS_IT_IS
+    stack = contextlib.ExitStack()
+    for kind in enabled:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+_AS_IT_IS = contextlib.nullcontext()
