@@ -25,6 +25,17 @@ def map_tensors(batch: Any, change: Callable[[str, torch.Tensor], Any], name: st
     return batch
 
 
+def signature(batch: Any) -> Any:
+    """Return the shapes and element types of a batch's tensors, a key for what depends on nothing else of them."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape, batch.dtype
+    if isinstance(batch, Mapping):
+        return tuple([(k, signature(v)) for k, v in batch.items()])
+    if isinstance(batch, list | tuple):
+        return tuple([signature(v) for v in batch])
+    return None
+
+
 def num_rows(batch: Any) -> int:
     """Return the number of samples of a batch: the length of dim 0 of all its tensors.
 

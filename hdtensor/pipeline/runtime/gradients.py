@@ -55,7 +55,7 @@ class _Bucket:
 class _PlainLeaf:
     """A leaf's local tensor as a plain leaf of the same memory, whose gradients autograd adds up without our help."""
 
-    __slots__ = ("_bound", "spec", "tensor")
+    __slots__ = ("_bound", "_hooks", "_kept", "spec", "tensor")
 
     def __init__(self, leaf: HDTensor, spec: HDSpec, note: Callable[[torch.Tensor], None]) -> None:
         self.spec = spec
@@ -63,8 +63,16 @@ class _PlainLeaf:
         self.tensor = leaf._local_tensor.detach().requires_grad_()
         self.tensor.grad_dtype = leaf.grad_dtype
         self.tensor.register_post_accumulate_grad_hook(lambda _: note(leaf))  # type: ignore[no-untyped-call]
+        self._hooks = self.tensor._post_accumulate_grad_hooks
+        self._kept = dict(self._hooks)
         dtype = leaf.grad_dtype or leaf.dtype
         self._bound = BoundSpec.of(spec, bound.shape, bound.stride, dtype, bound.top_sizes)
+
+    def listen(self, *, is_on: bool) -> None:
+        """Have somebody be told of gradients, or nobody, which is cheaper."""
+        self._hooks.clear()
+        if is_on:
+            self._hooks.update(self._kept)
 
     def stands_for(self, leaf: HDTensor) -> bool:
         """Whether it still has the leaf's memory."""
@@ -110,6 +118,7 @@ class StepGradients:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._num_started = 0
+        self._hears = True
         self._planned: (
             tuple[Sequence[Home], list[bool], list[tuple[list[Home], list[HDTensor]]]] | None
         ) = None
@@ -129,6 +138,7 @@ class StepGradients:
             if found is not None and found.tensor.grad is not None:
                 return None
             found = self._plain[id(leaf)] = _PlainLeaf(leaf, spec, self.note)
+            found.listen(is_on=self._hears)
         return found.tensor if found.spec is spec else None
 
     def whole_leaf(self, leaf: HDTensor) -> torch.Tensor | None:
@@ -177,6 +187,12 @@ class StepGradients:
         self._stage = action.stage
         if action.kind in _LAST_KINDS:
             self._left[action.stage] -= 1
+            # Of what is known to be no last gradient nobody has to hear.
+            hears = not self._is_learned or not self._left[action.stage]
+            if hears is not self._hears:
+                self._hears = hears
+                for plain in self._plain.values():
+                    plain.listen(is_on=hears)
 
     def note(self, leaf: torch.Tensor) -> None:
         """Note that a leaf's gradient grew."""
@@ -329,29 +345,6 @@ class StepGradients:
             else:
                 dtype = self._leaves[id(home.parameter)][0].grad_dtype
                 yield plan, torch.zeros_like(home.parameter._local_tensor, dtype=dtype)
-
-
-class EmptyGradients:
-    """The gradients of parameters of which this rank holds nothing: they are made when somebody looks at them."""
-
-    def __init__(self) -> None:
-        """Begin without any."""
-        self._found: Sequence[Home] | None = None
-        self._targets: list[HDTensor] = []
-        self._steps = [0]
-
-    def give(self, found: Sequence[Home]) -> None:
-        """Say that the targets of parameters that this rank has no part of have gradients now.
-
-        Args:
-            found: Homes of all parameters.
-        """
-        if found is not self._found:
-            self._found = found
-            self._targets = [home.target for home in found if not home.parameter.is_local]
-        for target in self._targets:
-            target.count_skips(self._steps)
-        self._steps[0] += 1
 
 
 def _wanted(grad: HDSpec, leaf: HDSpec, home: Home) -> HDSpec:

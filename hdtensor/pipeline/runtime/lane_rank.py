@@ -13,7 +13,7 @@ from hdtensor.api import regions
 from hdtensor.api.parallelize import ParallelState
 from hdtensor.pipeline.runtime import losses, stage_points
 from hdtensor.pipeline.runtime.activations import Offload, checkpoint_layers
-from hdtensor.pipeline.runtime.batches import map_tensors
+from hdtensor.pipeline.runtime.batches import map_tensors, signature
 from hdtensor.pipeline.runtime.execute import Executor
 from hdtensor.pipeline.runtime.feed import MicroBatch
 from hdtensor.pipeline.runtime.gradients import StepGradients
@@ -217,20 +217,15 @@ class LaneRank:
 
     def _learned_with(self, part: Any, is_training: bool) -> Learned:
         """Return what is known of calls with a micro-batch of these shapes."""
-        manner: list[Any] = [is_training, *self._settings]
-        sizes: list[torch.Size] = []
-
-        def note(name: str, tensor: torch.Tensor) -> None:
-            manner.append((name, tensor.ndim, tensor.dtype))
-            sizes.append(tensor.shape)
-
-        map_tensors(part, note)
-        key = tuple(manner), tuple(sizes)
+        key = is_training, *self._settings, signature(part)
         found = self._learned.get(key)
         if found is None:
             if len(self._learned) >= _MAX_SHAPES:
                 self._learned.clear()
-            found = Learned(manner=self._manners.setdefault(key[0], Manner()))
+            kinds: list[Any] = []
+            map_tensors(part, lambda name, t: kinds.append((name, t.ndim, t.dtype)))
+            manner = is_training, *self._settings, *kinds
+            found = Learned(manner=self._manners.setdefault(manner, Manner()))
             self._learned[key] = found
         return found
 

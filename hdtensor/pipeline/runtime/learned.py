@@ -64,10 +64,10 @@ class Learned:
         last: Number of the last crossing in which this rank takes part; None before a call has ended.
         manner: What is known of all calls that differ from this one in sizes only.
         held: Call of a stage point of another stage -> the places among its arguments of what this rank's stage made, and
-            the specs of that.
+            the ways of that.
     """
 
     coming: dict[int, list[Coming]] = field(default_factory=dict)
     last: int | None = None
     manner: Manner = field(default_factory=Manner)
-    held: dict[int, Mapping[Any, HDSpec]] = field(default_factory=dict)
+    held: dict[int, Mapping[Any, Route]] = field(default_factory=dict)

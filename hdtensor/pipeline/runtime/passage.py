@@ -11,7 +11,6 @@ import torch
 
 from hdtensor._torch_compat import number_of_next_node, number_of_node
 from hdtensor.errors import PipelineError, PlanError
-from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import implicit
 from hdtensor.ops.special.move import move
 from hdtensor.pipeline.runtime.crossings import (
@@ -194,11 +193,11 @@ class Passage:
             if isinstance(x, HDTensor):
                 found.append(self._follow(x, border))
             else:
-                found.append(self._depart_once(x, held[place], spec) if place in held else x)
+                found.append(self._depart_once(x, held[place]) if place in held else x)
         return found
 
-    def _held(self, tensors: Mapping[Any, torch.Tensor], spec: HDSpec) -> Mapping[Any, HDSpec]:
-        """Return specs of the plain tensors that this rank's stage made; note them where they are no plain ones yet.
+    def _held(self, tensors: Mapping[Any, torch.Tensor], spec: HDSpec) -> Mapping[Any, Route]:
+        """Return the ways of plain tensors that this rank's stage made; note them where they are no plain ones yet.
 
         Raises:
             PipelineError: If one that an earlier call showed is missing.
@@ -206,15 +205,20 @@ class Passage:
         if not self.is_plain:
             local = {i: x for i, x in tensors.items() if isinstance(x, HDTensor) and x.is_local}
             if local:
-                self.learned.held[self._num_calls] = {i: x.spec for i, x in local.items()}
+                self.learned.held[self._num_calls] = {
+                    i: route(x._spec, spec_behind(spec, x.ndim)) for i, x in local.items()
+                }
             return {}
         known = self.learned.held.get(self._num_calls, {})
-        if any(place not in tensors for place in known):
-            raise PipelineError(
-                f"a layer on ranks {list(spec.ranks)} is called without a tensor of an earlier stage that it was called "
-                f"with for an earlier micro-batch of the same shapes. What goes from stage to stage may depend on shapes, "
-                f"but not on values."
-            )
+        for place, path in known.items():
+            x = tensors.get(place)
+            if x is None or x.shape != path.home.shape or x.dtype != path.after.dtype:
+                came = "nothing" if x is None else f"{x.dtype} of {list(x.shape)}"
+                raise PipelineError(
+                    f"a layer on ranks {list(spec.ranks)} is called with {came} where an earlier micro-batch of the same "
+                    f"shapes gave it {path.after.dtype} of {list(path.home.shape)} from an earlier stage. What goes from "
+                    f"stage to stage may depend on shapes, but not on values."
+                )
         return known
 
     def _begin(self, border: Border) -> None:
@@ -283,11 +287,9 @@ class Passage:
         self._last = number
         return self.receive(x, path, number)
 
-    def _depart_once(self, x: torch.Tensor, before: HDSpec, spec: HDSpec) -> torch.Tensor:
+    def _depart_once(self, x: torch.Tensor, path: Route) -> torch.Tensor:
         """Take a plain tensor that this rank's stage made to another stage, once."""
         if id(x) not in self._met:
-            bound = BoundSpec.bind(before, x.shape, None, x.dtype)
-            path = route(bound, spec_behind(spec, x.ndim))
             self._met[id(x)] = (x, self._depart(x, path, self._next_number()))
         return self._met[id(x)][1]
 

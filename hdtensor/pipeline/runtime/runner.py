@@ -18,9 +18,9 @@ from hdtensor.collectives import groups
 from hdtensor.pipeline.exchanges import plan_lanes
 from hdtensor.pipeline.runtime import losses, totals
 from hdtensor.pipeline.runtime.compiled import CompiledModules
+from hdtensor.pipeline.runtime.empty_gradients import EmptyGradients
 from hdtensor.pipeline.runtime.failure import FailureGuard
 from hdtensor.pipeline.runtime.feed import Feed, MicroBatch, Portions
-from hdtensor.pipeline.runtime.gradients import EmptyGradients
 from hdtensor.pipeline.runtime.homes import Home
 from hdtensor.pipeline.runtime.inputs import InputLayout
 from hdtensor.pipeline.runtime.lane_plan import LanePlan, lane_plan

@@ -1,0 +1,31 @@
+"""The gradients of what a rank holds nothing of: they exist, so that all ranks see the same, and cost nothing in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hdtensor.pipeline.runtime.homes import Home
+from hdtensor.tensor import HDTensor
+
+
+class EmptyGradients:
+    """The gradients of parameters of which this rank holds nothing: they are made when somebody looks at them."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._found: Sequence[Home] | None = None
+        self._targets: list[HDTensor] = []
+        self._steps = [0]
+
+    def give(self, found: Sequence[Home]) -> None:
+        """Say that the targets of parameters that this rank has no part of have gradients now.
+
+        Args:
+            found: Homes of all parameters.
+        """
+        if found is not self._found:
+            self._found = found
+            self._targets = [home.target for home in found if not home.parameter.is_local]
+        for target in self._targets:
+            target.count_skips(self._steps)
+        self._steps[0] += 1
