@@ -9,6 +9,7 @@ rank asks what the losses count; what came is divided by it then.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate
 
+from hdtensor._rank import current_rank
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.gradients import gradient_plan
 from hdtensor.collectives import observe
@@ -27,6 +29,7 @@ from hdtensor.pipeline.schedule.actions import Action, Kind
 from hdtensor.placements import HDSpec
 from hdtensor.placements.layout import contiguous_stride
 from hdtensor.redistribute.execute import BUCKET_BYTES, execute_many, start_many
+from hdtensor.redistribute.program import compile_plan
 from hdtensor.redistribute.steps import RedistributePlan
 from hdtensor.tensor import HDTensor
 
@@ -119,6 +122,8 @@ class StepGradients:
         self._bucket_of: dict[int, _Bucket] = {}
         self._num_started = 0
         self._hears = True
+        #: Homes, which live as long as their model -> the leaf whose gradient is theirs as it is.
+        self._only_leaf: dict[int, HDTensor | None] = {}
         self._planned: (
             tuple[Sequence[Home], list[bool], list[tuple[list[Home], list[HDTensor]]]] | None
         ) = None
@@ -311,6 +316,9 @@ class StepGradients:
 
     def _start(self, found: Sequence[Home]) -> Callable[[], list[torch.Tensor]]:
         """Take the leaves' gradients away, and start summing them over all copies."""
+        alone = self._take_alone(found)
+        if alone is not None:
+            return lambda: alone
         with torch.no_grad(), observe.because("gradients"), observe.profiled("gradient_sync"):
             terms, plans = [], []
             for home, (plan, term) in zip(found, self._terms(found), strict=True):
@@ -318,6 +326,30 @@ class StepGradients:
                 terms.append(term.to(dtype).contiguous())
                 plans.append(plan)
             return start_many(plans, terms, donate=True)
+
+    def _take_alone(self, found: Sequence[Home]) -> list[torch.Tensor] | None:
+        """Return the gradients of homes that this rank alone sends something to, and only to itself; None of others."""
+        plains = []
+        for home in found:
+            if id(home) not in self._only_leaf:
+                self._only_leaf[id(home)] = self._find_only_leaf(home)
+            leaf = self._only_leaf[id(home)]
+            plain = None if leaf is None else self._plain.get(id(leaf))
+            if leaf is None or plain is None or plain.tensor.grad is None or leaf.grad is not None:
+                return None
+            plains.append(plain)
+        grads = []
+        for home, plain in zip(found, plains, strict=True):
+            grad: Any = plain.tensor.grad
+            plain.tensor.grad = None
+            grads.append(grad.to(torch.promote_types(home.target.dtype, grad.dtype)).contiguous())
+        return grads
+
+    def _find_only_leaf(self, home: Home) -> HDTensor | None:
+        leaves = self._leaves[id(home.parameter)]
+        if home.of_values is None or len(leaves) != 1 or leaves[0].spec.ranks != (current_rank(),):
+            return None
+        return None if compile_plan(home.of_values, current_rank()).steps else leaves[0]
 
     def _terms(self, found: Sequence[Home]) -> Iterator[tuple[RedistributePlan, torch.Tensor]]:
         """Yield for each home the plan of its sum and this rank's term."""
@@ -371,10 +403,12 @@ def _watch(leaf: HDTensor, note: Callable[[torch.Tensor], None]) -> None:
 
 
 def _add(target: HDTensor, local: torch.Tensor) -> None:
-    shape = target._spec.shape
-    bound = BoundSpec.of(
-        target.spec, shape, contiguous_stride(shape), local.dtype, target.top_sizes
-    )
-    new = new_wrapper(HDTensor, local, bound, False)
+    new = new_wrapper(HDTensor, local, _contiguous(target._spec, local.dtype), False)
     old = target.grad
     target.grad = new if old is None else old + new
+
+
+@functools.lru_cache(maxsize=16384)
+def _contiguous(bound: BoundSpec, dtype: torch.dtype) -> BoundSpec:
+    stride = contiguous_stride(bound.shape)
+    return BoundSpec.of(bound.spec, bound.shape, stride, dtype, bound.top_sizes)

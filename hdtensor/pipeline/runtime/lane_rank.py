@@ -234,10 +234,11 @@ class LaneRank:
         passage = running()
         assert passage is not None, "an executor calls the model"
         takes_labels = isinstance(self._loss_fn, losses.ModelLoss)
+        needs_no_cut = self._is_alone or self._rank not in self.plan.labels.ranks
         inputs, target = self._layout.divide(
             part,
             plain_inputs=passage.is_plain and self._rank in self.plan.inputs.ranks,
-            plain_target=self._is_alone and (passage.is_plain or not takes_labels),
+            plain_target=passage.is_plain and self._is_alone if takes_labels else needs_no_cut,
         )
         if takes_labels:
             inputs = {**inputs, "labels": target, **losses.ModelLoss.arguments}
