@@ -269,6 +269,13 @@ class StepGradients:
         self._buckets, self._bucket_of = [], {}
         self.drop_gradients()
 
+    def let_go(self) -> None:
+        """Drop what is on its way, after an error that ends all."""
+        for bucket in self._buckets:
+            bucket.finish = None
+        self._buckets, self._bucket_of = [], {}
+        self.drop_gradients()
+
     def drop_gradients(self) -> None:
         """Forget what the leaves have collected."""
         self._parameters.drop_gradients()

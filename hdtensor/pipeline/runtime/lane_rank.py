@@ -186,6 +186,7 @@ class LaneRank:
         """Drop all that is on its way, after an error."""
         if self._executor is not None:
             self._executor.let_go()
+        self.gradients.let_go()
 
     def counted(self) -> Totals:
         """Return what this rank's micro-batches sum to; one rank of each last stage speaks."""
