@@ -26,7 +26,7 @@ from hdtensor.pipeline.runtime.passage import Passage, running
 from hdtensor.pipeline.runtime.plain_stage import PlainStage, StageCall
 from hdtensor.pipeline.runtime.recording import Recording
 from hdtensor.pipeline.runtime.surroundings import Surroundings, configs_of, without_cache
-from hdtensor.pipeline.runtime.totals import Totals
+from hdtensor.pipeline.runtime.totals import NO_MEANS, Totals
 from hdtensor.pipeline.schedule.actions import Action, Kind, Schedule
 from hdtensor.pipeline.schedule.choose import build_schedule
 from hdtensor.plan import ModelDescription
@@ -46,6 +46,7 @@ class LaneRank:
         plain: Which calls run on plain tensors.
         regions: Modules that run, or are skipped, as a whole.
         problem: The first error of the loss function in this step.
+        means: The least and the most targets of micro-batches in this step of whose losses the mean alone is known.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class LaneRank:
         )
         self.regions: list[regions.Region] = []
         self.problem: Exception | None = None
+        self.means = NO_MEANS
         self._checkpointed: Any = None
         self._offloaded: frozenset[int] = frozenset()
         self._executor: Executor | None = None
@@ -93,7 +95,7 @@ class LaneRank:
         self._manners: dict[Any, Manner] = {}
         self._settings: tuple[Any, ...] = ()
         self._schedules: dict[tuple[str, int], Schedule] = {}
-        self._results: list[tuple[Any, Any]] = []
+        self._results: list[tuple[Any, Any, bool]] = []
 
     def install(
         self,
@@ -162,7 +164,7 @@ class LaneRank:
 
         def call(number: int) -> None:
             with offload.around_call():
-                self._call(parts[number].data, loss_scale, surroundings)
+                self._call(parts[number], loss_scale, surroundings)
 
         def begin(number: int) -> Passage:
             return self._passage(number, parts[number].data, lambda: call(number), is_training)
@@ -191,11 +193,14 @@ class LaneRank:
     def counted(self) -> Totals:
         """Return what this rank's micro-batches sum to; one rank of each last stage speaks."""
         results, self._results = self._results, []
-        mine = Totals()
+        mine, self.means = Totals(), NO_MEANS
         speaker, *others = self.plan.labels.subgroups[0].ranks
         if self._rank == speaker or others:
-            for total, count in results:
-                mine += Totals(losses.value_of(total), losses.value_of(count))
+            for total, count, is_mean in results:
+                number = losses.value_of(count)
+                mine += Totals(losses.value_of(total), number)
+                if is_mean:
+                    self.means = min(self.means[0], number), max(self.means[1], number)
         return mine if self._rank == speaker else Totals()
 
     def _passage(
@@ -235,13 +240,13 @@ class LaneRank:
             self._learned[key] = found
         return found
 
-    def _call(self, part: Any, loss_scale: float | None, surroundings: Surroundings) -> None:
+    def _call(self, part: MicroBatch, loss_scale: float | None, surroundings: Surroundings) -> None:
         """Call the model with a micro-batch; on the last stage, the loss function."""
         passage = running()
         assert passage is not None, "an executor calls the model"
         takes_labels = isinstance(self._loss_fn, losses.ModelLoss)
         inputs, target = self._layout.divide(
-            part,
+            part.data,
             plain_inputs=passage.is_plain and self._rank in self.plan.inputs.ranks,
             plain_target=self._is_alone and (passage.is_plain or not takes_labels),
         )
@@ -254,19 +259,23 @@ class LaneRank:
             passage.output = output
         if passage.is_rehearsal or self._rank not in self.plan.labels.ranks:
             return
-        loss = self._loss_of(output, target)
+        loss = self._loss_of(output, target, part.num_rows)
         if loss_scale is not None:
             passage.segments[-1].loss = (
                 loss if loss_scale == 1.0 or loss is None else loss * loss_scale
             )
 
-    def _loss_of(self, output: Any, target: Any) -> torch.Tensor | None:
+    def _loss_of(self, output: Any, target: Any, num_rows: int) -> torch.Tensor | None:
         """Return a micro-batch's loss. What fails here is told to all ranks at the end of the step, which goes on."""
         try:
             found = losses.plain_of(output) if self._is_alone else output
             total, count = losses.read_loss(self._loss_fn(found, target))
+            is_mean = count is None
+            if is_mean:
+                count = losses.num_targets(target, num_rows)
+                total = total * count
         except Exception as error:
             self.problem = self.problem or error
             return losses.zero_loss(output)
-        self._results.append((total.detach(), count))
+        self._results.append((total.detach(), count, is_mean))
         return total

@@ -66,7 +66,7 @@ class Runner:
             model: A model, which is parallelized, or one that is already, by this plan.
             plan: The plan.
             loss_fn: ``loss_fn(output, target) -> (sum, count)``; called on the last stage with what the model
-                returns. None: the own loss of a causal language model of ``transformers``.
+                returns. A mean alone will do where all micro-batches have equally many targets. None: the own loss of a causal language model of ``transformers``.
             schedule: As for ``build_schedule``.
             num_microbatches: Of each lane, or of all; default the plan's ``microbatches``.
             options: Those of ``RunnerOptions``.
@@ -286,7 +286,7 @@ class Runner:
                 mine.gradients.before(action)
 
         surroundings = Surroundings(parts, note)
-        is_late, counted, problem = False, Totals(), None
+        is_late, counted, problem, means = False, Totals(), None, totals.NO_MEANS
         if mine is not None:
             row = mine.forward_row(len(parts))
             if loss_scale is not None:
@@ -295,9 +295,11 @@ class Runner:
                 mine.gradients.begin(found, row)
             mine.run(row, parts, surroundings, loss_scale=loss_scale, recording=self._recording)
             is_late = found is not None and mine.gradients.flush()
-            counted, problem = mine.counted(), mine.problem
+            counted, problem, means = mine.counted(), mine.problem, mine.means
         self._guard.doing("the sum of losses")
-        return totals.gather(counted, surroundings, has_failed=problem is not None, is_late=is_late)
+        return totals.gather(
+            counted, surroundings, has_failed=problem is not None, is_late=is_late, means=means
+        )
 
     def _let_go(self) -> None:
         if self._mine is not None:
@@ -310,4 +312,6 @@ class Runner:
             problem, self._mine.problem = self._mine.problem, None
         if end.has_failed:
             self.drop_gradients()
+            if end.problem is not None:
+                raise end.problem
             exchange("Runner.step", None, problem)
