@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import hdtensor as hd
 from hdtensor.errors import DisagreementError, PlanError
 from hdtensor.pipeline import Runner
 from tests.pipeline import tiny
@@ -169,3 +170,42 @@ def _check_means(rank):
 @pytest.mark.dist(4)
 def test_a_mean_alone_will_do_where_all_micro_batches_count_alike():
     run_world(_check_means, 4)
+
+
+def _check_parts(rank, plan, num_rows, expected):
+    runner, reference = tiny.runner_and_reference(plan)
+    batch = tiny.batch(num_rows)
+    with runner.record() as recording:
+        loss = runner.step(batch)
+    torch.testing.assert_close(loss, tiny.one_device(reference, batch))
+    tiny.assert_same_gradients(runner.model, reference)
+    spans = [s for s in recording.timeline().spans if "F" in s.name and s.ranks == (rank,)]
+    assert len(spans) == expected[runner.lane_index]
+
+
+_PARTS = {
+    "share": ([{"share": 5}, {"share": 3}], 16, (8, 6)),
+    "share, m": ([{"share": 5, "microbatches": 2}, {"share": 3, "microbatches": 3}], 8, (2, 3)),
+    "share, b": ([{"share": 5, "mbs": 2}, {"share": 3, "mbs": 1}], 8, (3, 3)),
+    "m, b": ([{"microbatches": 2, "mbs": 2}, {"microbatches": 3, "mbs": 1}], 7, (2, 3)),
+    "nothing": ([{}, {}], 8, (4, 4)),
+}
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("form", _PARTS)
+def test_every_form_of_a_part_of_the_batch_runs(form):
+    parts, num_rows, expected = _PARTS[form]
+    stages = [
+        [tiny.stage([0], 0, 1), tiny.stage([1], 2, 2)],
+        [tiny.stage([2], 0, 0), tiny.stage([3], 1, 2)],
+    ]
+    pipelines = [{"stages": s, **part} for s, part in zip(stages, parts, strict=True)]
+    plan = hd.AnnotationPlan.from_dict({"pipelines": pipelines})
+    run_world(_check_parts, 4, plan, num_rows, expected)
+
+
+@pytest.mark.dist(4)
+def test_a_uniform_plan_says_how_many_micro_batches_its_lanes_run():
+    uniform = {"dp": 2, "tp": 1, "pp": 2, "microbatches": 4, "mbs": 1}
+    run_world(_check_parts, 4, hd.AnnotationPlan.from_dict({"uniform": uniform}), 8, (4, 4))

@@ -32,6 +32,7 @@ from hdtensor.pipeline.runtime.surroundings import Surroundings
 from hdtensor.pipeline.runtime.targets import OptimizerTargets
 from hdtensor.pipeline.runtime.totals import End, Totals
 from hdtensor.pipeline.schedule.actions import Action, Kind
+from hdtensor.pipeline.schedule.choose import DEFAULT_MICROBATCHES
 from hdtensor.plan import AnnotationPlan, ModelDescription
 
 
@@ -68,7 +69,8 @@ class Runner:
             loss_fn: ``loss_fn(output, target) -> (sum, count)``; called on the last stage with what the model
                 returns. A mean alone will do where all micro-batches have equally many targets. None: the own loss of a causal language model of ``transformers``.
             schedule: As for ``build_schedule``.
-            num_microbatches: Of each lane, or of all; default the plan's ``microbatches``.
+            num_microbatches: Of each lane, or of all; default the plan's ``microbatches``, or as many as
+                have its ``mbs`` samples; 8 where it says neither.
             options: Those of ``RunnerOptions``.
 
         Raises:
@@ -115,7 +117,7 @@ class Runner:
         if index is None:
             return None
         mine = LaneRank(self.model, self._state, plans[index], self._loss_fn, self._options)
-        rows = mine.schedule(self._schedule_name, max(self._counts[index], 1)).rows
+        rows = mine.schedule(self._schedule_name, self._counts[index] or DEFAULT_MICROBATCHES).rows
         choices = ("activation_checkpointing", "activation_offload")
         checkpointed, offloaded = (
             chosen_stages(name, getattr(self._options, name), self.lanes, index) for name in choices
