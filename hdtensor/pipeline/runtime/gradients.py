@@ -308,7 +308,8 @@ class StepGradients:
                 dtype = torch.promote_types(home.target.dtype, term.dtype)
                 terms.append(term.to(dtype).contiguous())
                 plans.append(plan)
-            return start_many(plans, terms, donate=True)
+            with observe.ahead():
+                return start_many(plans, terms, donate=True)
 
     def _terms(self, found: Sequence[Home]) -> Iterator[tuple[RedistributePlan, torch.Tensor]]:
         """Yield for each home the plan of its sum and this rank's term."""

@@ -181,7 +181,8 @@ def _started(
     before: tuple[list[_Entry], Callable[[], list[torch.Tensor]]] | None = None
     for run in runs:
         locals_ = [entry.master._local_tensor.to(entry.parameter.dtype) for entry in run]
-        now = run, start_many([entry.gather for entry in run], locals_)
+        with observe.ahead():
+            now = run, start_many([entry.gather for entry in run], locals_)
         if before is not None:
             yield before
         before = now
