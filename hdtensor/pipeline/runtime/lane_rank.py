@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hdtensor.api import regions
 from hdtensor.api.parallelize import ParallelState
 from hdtensor.pipeline.runtime import losses, stage_points
-from hdtensor.pipeline.runtime.activations import Offload, checkpoint_layers
+from hdtensor.pipeline.runtime.activations import CheckpointedLayer, Offload, checkpoint_layers
 from hdtensor.pipeline.runtime.batches import map_tensors
 from hdtensor.pipeline.runtime.execute import Executor
 from hdtensor.pipeline.runtime.feed import MicroBatch
@@ -88,7 +89,8 @@ class LaneRank:
         self.regions: list[regions.Region] = []
         self.problem: Exception | None = None
         self.means = NO_MEANS
-        self._checkpointed: Any = None
+        self._hooks: list[RemovableHandle] = []
+        self._checkpointed: list[CheckpointedLayer] = []
         self._offloaded: frozenset[int] = frozenset()
         self._executor: Executor | None = None
         self._learned: dict[Any, Learned] = {}
@@ -114,12 +116,22 @@ class LaneRank:
             offloaded: Stages whose activations wait in host memory.
         """
         with self.parameters.in_place():
-            stage_points.place(self._model, self.plan, description.layer_modules)
+            self._hooks = stage_points.place(self._model, self.plan, description.layer_modules)
             if self._options.use_regions:
                 sync: Any = self.gradients
                 self.regions = regions.install(self._model, description, sync, only_skips=is_split)
         self._checkpointed = checkpoint_layers(self._model, description, checkpointed)
         self._offloaded = offloaded
+        self._state.undo.append(self.remove)
+
+    def remove(self) -> None:
+        """Take from the model what ``install`` put on it; those of later runners went before."""
+        for layer in reversed(self._checkpointed):
+            layer.remove()
+        for region in reversed(self.regions):
+            region.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def schedule(self, name: str, num_microbatches: int) -> Schedule:
         """Return the lane's schedule.

@@ -11,7 +11,7 @@ import torch
 from hdtensor.errors import PlanError
 from hdtensor.pipeline.lanes import Lane
 from hdtensor.pipeline.schedule.choose import DEFAULT_MICROBATCHES
-from hdtensor.plan import AnnotationPlan, Pattern
+from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription, Pattern
 from hdtensor.plan.strategy import StrategyPlan
 
 
@@ -42,6 +42,32 @@ class RunnerOptions:
     activation_checkpointing: StageChoice = False
     activation_offload: StageChoice = False
     gradient_dtype: torch.dtype | None = torch.float32
+
+
+def check_same(
+    plan: AnnotationPlan,
+    present: ExpandedPlan,
+    model: ModelDescription,
+    patterns: Sequence[Pattern | tuple[str, str]],
+) -> None:
+    """Raise unless a plan cuts a model as it is cut; lanes' parts of the batch may be others.
+
+    Args:
+        plan: What a runner is made with.
+        present: What the model was parallelized by, or switched to.
+        model: The model.
+        patterns: As ``parallelize`` was told.
+
+    Raises:
+        PlanError: Otherwise.
+    """
+    given = plan.expand(model, () if isinstance(plan, ExpandedPlan) else patterns)
+    found, wanted = ((p.tensors, p.points, p.zero) for p in (given, present))
+    if found != wanted:
+        raise PlanError(
+            "the model is parallelized by another plan than the Runner's: hdtensor.switch(model, plan, optimizer) brings it "
+            "to this one; or make the Runner by the plan that the model has."
+        )
 
 
 def chosen_stages(

@@ -15,6 +15,7 @@ from hdtensor.api import parallelize as api
 from hdtensor.api.agreement import exchange
 from hdtensor.api.local import prepare_groups
 from hdtensor.collectives import groups
+from hdtensor.errors import PlanError
 from hdtensor.pipeline.exchanges import plan_lanes
 from hdtensor.pipeline.runtime import losses, totals
 from hdtensor.pipeline.runtime.compiled import CompiledModules
@@ -26,7 +27,13 @@ from hdtensor.pipeline.runtime.inputs import InputLayout
 from hdtensor.pipeline.runtime.lane_plan import LanePlan, lane_plan
 from hdtensor.pipeline.runtime.lane_rank import LaneRank
 from hdtensor.pipeline.runtime.losses import LossFunction, causal_lm_loss
-from hdtensor.pipeline.runtime.options import RunnerOptions, chosen_stages, lane_counts, lane_sizes
+from hdtensor.pipeline.runtime.options import (
+    RunnerOptions,
+    check_same,
+    chosen_stages,
+    lane_counts,
+    lane_sizes,
+)
 from hdtensor.pipeline.runtime.recording import Recording
 from hdtensor.pipeline.runtime.surroundings import Surroundings
 from hdtensor.pipeline.runtime.targets import OptimizerTargets
@@ -87,9 +94,10 @@ class Runner:
             )
         self._state = api.state_of(model)
         self._plan = self._state.plan
+        description = ModelDescription.from_module(model)
+        check_same(plan, self._plan, description, self._state.patterns)
         self.lanes = plan_lanes(self._plan)
         self.inputs = self._plan.inputs
-        description = ModelDescription.from_module(model)
         names = [(p.name, p.same_as or p.name) for p in description.parameters]
         plans = [lane_plan(self._plan, lane, names) for lane in self.lanes]
         self._prepare_groups(plans)
@@ -234,6 +242,7 @@ class Runner:
 
     def sync_gradients(self) -> None:
         """Add what steps without ``sync`` left in the stages to the parameters' gradients; every rank calls it."""
+        self._check_plan()
         with self._guard.step(self._let_go):
             found = self._optimized.homes()
             if self._mine is not None:
@@ -249,9 +258,18 @@ class Runner:
 
     def _take(self, batch: Any, lanes: Any, source: int | None) -> list[MicroBatch]:
         """Return this rank's micro-batches. What is wrong with the call raises here, alike on every rank."""
+        self._check_plan()
         losses.check_auxiliary(self.model)
         self._compiled.look()
         return self._feed.take(batch, lanes, source)
+
+    def _check_plan(self) -> None:
+        """Raise if the model has been switched to another plan, on every rank alike."""
+        if self._state.plan is not self._plan:
+            raise PlanError(
+                "the model was switched to another plan since this Runner was made. Make a new one by that plan: "
+                "Runner(model, plan, ...); the optimizer that was switched along goes on."
+            )
 
     def _bring_home(self, found: Sequence[Home], *, is_again: bool) -> None:
         self._guard.doing("the synchronization of gradients")
