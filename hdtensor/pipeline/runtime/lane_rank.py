@@ -28,6 +28,7 @@ from hdtensor.pipeline.runtime.plain_stage import PlainStage, StageCall
 from hdtensor.pipeline.runtime.recording import Recording
 from hdtensor.pipeline.runtime.surroundings import Surroundings, configs_of, without_cache
 from hdtensor.pipeline.runtime.totals import NO_MEANS, Totals
+from hdtensor.pipeline.runtime.weight_draws import WeightDraws
 from hdtensor.pipeline.schedule.actions import Action, Kind, Schedule
 from hdtensor.pipeline.schedule.choose import build_schedule
 from hdtensor.plan import ModelDescription
@@ -97,6 +98,7 @@ class LaneRank:
         self._manners: dict[Any, Manner] = {}
         self._settings: tuple[Any, ...] = ()
         self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._weight_draws = WeightDraws()
         self._results: list[tuple[Any, Any, bool]] = []
 
     def install(
@@ -188,7 +190,12 @@ class LaneRank:
             around=surroundings.around,
             stand=self.plain.stand,
         )
-        with self.parameters.in_place(), self._state.running_lane(), without_cache(self._configs):
+        with (
+            self.parameters.in_place(),
+            self._state.running_lane(),
+            without_cache(self._configs),
+            self._weight_draws.watched((is_training, self._model.training, bool(row))),
+        ):
             self.plain.prepare()
             self._settings = self._present_settings()
             try:
