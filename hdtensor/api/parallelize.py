@@ -52,6 +52,7 @@ class ParallelState:
         runs_lane: Whether a pipeline's runner calls the model.
         router_hooks: They gather these logits.
         upkeep: Notices that the model's parameters are others.
+        undo: Take from the model what runners of its pipelines have put on it, the newest last.
     """
 
     plan: ExpandedPlan
@@ -70,6 +71,7 @@ class ParallelState:
     runs_lane: bool = False
     router_hooks: list[RemovableHandle] = field(default_factory=list)
     upkeep: Upkeep = field(init=False)
+    undo: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def is_staged(self) -> bool:
@@ -224,6 +226,8 @@ def replace_plan(model: nn.Module, plan: ExpandedPlan) -> None:
     ``prepare_plan`` must have been called. ``elastic.switch`` moves the parameters in between.
     """
     state = state_of(model)
+    while state.undo:
+        state.undo.pop()()
     _remove(state)
     state.plan = plan
     state.is_batch_checked = False
@@ -297,18 +301,25 @@ def check_supported(plan: ExpandedPlan) -> None:
         )
 
 
-def check_switchable(*plans: ExpandedPlan) -> None:
+def check_switchable(now: ExpandedPlan, then: ExpandedPlan, *, has_targets: bool) -> None:
     """Raise unless ``elastic.switch`` can go from one plan to another.
 
+    Args:
+        now: The present plan.
+        then: The next one.
+        has_targets: Whether optimizers or masters go along.
+
     Raises:
-        PlanError: As ``check_supported``, and for optimizer state that is cut.
+        PlanError: As ``check_supported``, and if optimizers would have to update other tensors.
     """
-    for plan in plans:
+    for plan in (now, then):
         check_supported(plan)
-        if plan.zero:
-            raise PlanError(
-                "zero: switch moves optimizer state of zero 0 only. Save a checkpoint, and load it under the other plan."
-            )
+    if has_targets and now.zero != then.zero:
+        raise PlanError(
+            f"zero: optimizers of zero {now.zero} and of zero {then.zero} update other tensors (the parameters, or masters "
+            f"of them), so that a switch cannot take one from the one to the other. Give both plans the same zero, or save a "
+            f"checkpoint and load it under the other plan."
+        )
 
 
 def _check(plan: ExpandedPlan, model: nn.Module, src_data_rank: int | None) -> None:

@@ -47,6 +47,7 @@ class Watcher:
         watched = self._watch(x, ("p", i), is_output=False)
         if watched is not x:
             self.layout.asked.add(i)
+            watched.is_of_weights = True  # type: ignore[attr-defined]
         return watched
 
     def output(self, k: int, x: HDTensor) -> HDTensor:

@@ -34,6 +34,8 @@ class Communication:
         sent: Elements for each rank of a collective in group order, or once for all; bytes for the peer; empty where it
             was not told.
         received: Elements from each rank, or once from all; bytes from the peer.
+        channel: As ``groups.message_channel``: messages of a channel may pass those of others.
+        is_ahead: Whether this rank goes on to other work before it waits for the others.
     """
 
     kind: str
@@ -44,6 +46,8 @@ class Communication:
     dtype: str
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    channel: int = 0
+    is_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,9 @@ listeners: list[Listener] = []
 #: Why the next communication happens, innermost last.
 _reasons: list[str] = []
 
+#: How many contexts of ``ahead`` are open.
+_num_ahead = [0]
+
 _NO_RANGE: AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -84,6 +91,16 @@ def because(why: str) -> Iterator[None]:
         yield
     finally:
         _reasons.pop()
+
+
+@contextlib.contextmanager
+def ahead() -> Iterator[None]:
+    """Mark what is communicated inside as started ahead: this rank does other work before it waits for it."""
+    _num_ahead[0] += 1
+    try:
+        yield
+    finally:
+        _num_ahead[0] -= 1
 
 
 def profiled(name: str) -> AbstractContextManager[None]:
@@ -122,6 +139,7 @@ def notify(
             dtype="" if dtype is None else str(dtype)[6:],
             sent=tuple(sent),
             received=tuple(received),
+            is_ahead=_num_ahead[0] > 0,
         )
     )
 
@@ -130,6 +148,7 @@ def notify_messages(
     sends: Mapping[int, Tensor | Sequence[Tensor]],
     recvs: Mapping[int, Tensor | Sequence[Tensor]],
     tier: str,
+    channel: int = 0,
 ) -> None:
     """Tell all listeners of messages that are about to start: one event for each peer."""
     for peer in sorted(sends.keys() | recvs.keys()):
@@ -144,6 +163,8 @@ def notify_messages(
                 dtype="",
                 sent=(num_sent,),
                 received=(num_received,),
+                channel=channel,
+                is_ahead=_num_ahead[0] > 0,
             )
         )
 

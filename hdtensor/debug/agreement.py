@@ -11,7 +11,9 @@ does it with, and waits for what that rank posts::
 Each pair of ranks numbers its own events, so ranks that have nothing to do with one another are never compared.
 Only the store is used: no collective that could itself wait for ever. The first difference becomes the verdict, which
 every rank that waits, or comes later, raises too. What travels in a ``switch`` is left out: its ranks agree on a plan
-beforehand, and tell one another when one of them fails.
+beforehand, and tell one another when one of them fails. So are messages between the stages of a pipeline: each rank
+starts them when its own schedule says so, before its peer comes to the same. What a rank starts ahead of other work (sums
+of gradients) it compares without waiting: the one that comes second sees a difference.
 """
 
 from __future__ import annotations
@@ -55,6 +57,22 @@ class Statement(NamedTuple):
     expects: str
 
 
+class _Pending(NamedTuple):
+    """What a peer must post as the counterpart of what this rank posted.
+
+    Attributes:
+        peer: The peer.
+        number: Which of the events between the two it is.
+        mine: What this rank does.
+        where: The line that does it.
+    """
+
+    peer: int
+    number: int
+    mine: Statement
+    where: str
+
+
 class AgreementCheck:
     """A listener that compares what this rank is about to communicate with what the others are.
 
@@ -74,6 +92,7 @@ class AgreementCheck:
         self._store: dist.Store | None = None
         self._me, self._size = 0, 1
         self._next: Counter[int] = Counter()
+        self._left: list[_Pending] = []
         self._has_verdict = False
 
     def __call__(self, event: Communication | Call) -> None:
@@ -85,7 +104,9 @@ class AgreementCheck:
         """
         if not dist.is_initialized() or is_played():
             return
-        if event.why == "switch" or (isinstance(event, Communication) and not event.sent):
+        if event.why == "switch":
+            return
+        if isinstance(event, Communication) and (event.channel or not event.sent):
             return
         self._join_world()
         me = dist.get_rank()
@@ -95,10 +116,16 @@ class AgreementCheck:
             return
         where = calling_line()
         with self._naming_a_lost_store():
-            self._post(peers, where)
+            self._compare_left()
+            posted = self._post(peers, where)
             self.note(f"{summary(event)} at {where}")
-            for peer in peers:
-                self._compare(peer, peers[peer], where)
+            if isinstance(event, Communication) and event.is_ahead:
+                self._left += posted
+                self._compare_left()
+            else:
+                for pending in posted:
+                    self._wait(pending)
+                    self._compare(pending)
 
     def note(self, text: str) -> None:
         """Remember what this rank did, for the errors of all."""
@@ -125,20 +152,32 @@ class AgreementCheck:
 
     # -- events -------------------------------------------------------------------------------------
 
-    def _post(self, peers: dict[int, Statement], where: str) -> None:
+    def _post(self, peers: dict[int, Statement], where: str) -> list[_Pending]:
         me = dist.get_rank()
         self._raise_verdict()
         self._set(f"recent/{me}", json.dumps(list(self._recent)))
-        for peer, (says, expects) in peers.items():
-            self._set(f"{me}>{peer}/{self._next[peer]}", json.dumps([says, expects, where]))
+        posted = []
+        for peer, mine in peers.items():
+            number = self._next[peer]
+            self._next[peer] += 1
+            self._set(f"{me}>{peer}/{number}", json.dumps([mine.says, mine.expects, where]))
+            posted.append(_Pending(peer, number, mine, where))
+        return posted
 
-    def _compare(self, peer: int, mine: Statement, where: str) -> None:
-        me, number = dist.get_rank(), self._next[peer]
-        key = f"{peer}>{me}/{number}"
-        self._wait(key, peer, mine.says, where)
+    def _compare_left(self) -> None:
+        """Compare what was started ahead, as far as peers have come to it; whoever comes later compares it then."""
+        left, self._left = self._left, []
+        for pending in left:
+            if self._has(_key(pending)):
+                self._compare(pending)
+            else:
+                self._left.append(pending)
+
+    def _compare(self, pending: _Pending) -> None:
+        peer, number, mine, where = pending
+        me, key = dist.get_rank(), _key(pending)
         says, expects, there = json.loads(self._get(key))
         self._delete(key)
-        self._next[peer] += 1
         if says != mine.expects or expects != mine.says:
             done = {me: f"{mine.says} at {where}", peer: f"{says} at {there}"}
             first, second = sorted(done)
@@ -148,13 +187,14 @@ class AgreementCheck:
                 [first, second],
             )
 
-    def _wait(self, key: str, peer: int, says: str, where: str) -> None:
+    def _wait(self, pending: _Pending) -> None:
         """Wait for what a peer posts; give up where it ended, another rank gave up, or it does not come."""
+        peer, key = pending.peer, _key(pending)
         if self._has(key):
             return
         me, pause = dist.get_rank(), _PAUSES[0]
         deadline = time.monotonic() + self.seconds
-        self._set(f"waits/{me}", json.dumps([peer, f"{says} at {where}"]))
+        self._set(f"waits/{me}", json.dumps([peer, f"{pending.mine.says} at {pending.where}"]))
         while not self._has(key):
             self._raise_verdict()
             if self._has(f"ended/{peer}"):
@@ -230,6 +270,7 @@ class AgreementCheck:
             self._world, self._store = world, world.get_group_store()
             self._me, self._size = dist.get_rank(), dist.get_world_size()
             self._next.clear()
+            self._left.clear()
             self._has_verdict = False
 
     def _key_value_store(self) -> Any:
@@ -247,6 +288,10 @@ class AgreementCheck:
 
     def _delete(self, key: str) -> None:
         self._key_value_store().delete_key(f"{self._prefix}/{key}")
+
+
+def _key(pending: _Pending) -> str:
+    return f"{pending.peer}>{dist.get_rank()}/{pending.number}"
 
 
 def statement(event: Communication | Call, me: int, peer: int) -> Statement:

@@ -28,6 +28,7 @@ from torch import nn
 
 from hdtensor._rank import current_rank
 from hdtensor._torch_compat import in_backward
+from hdtensor.api import masters
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.local import prepare_groups
 from hdtensor.api.parallelize import (
@@ -97,24 +98,32 @@ def switch(
     """
     options = SwitchOptions() if options is None else options
     state = state_of(model)
+    kept = masters.registered(model) if state.plan.zero else None
     many = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
     def start() -> tuple[ExpandedPlan, list[Slot], list[Slot]]:
         _check_between_steps(state)
         expanded = _expanded(model, plan, state.patterns if patterns is None else patterns)
+        check_switchable(state.plan, expanded, has_targets=bool(many) or kept is not None)
         slots = parameter_slots(dict(model.named_parameters()), expanded.tensors)
+        if kept is not None:
+            slots += parameter_slots(kept.named(), kept.specs_under(expanded.tensors))
         check_optimizers(slots, many)
         return expanded, slots, extra_slots(extra or {})
 
     with torch.inference_mode(False), torch.no_grad():
         (expanded, slots, further), number = _agreed_start(start, options, len(many))
         prepare_plan(model, expanded)
+        if kept is not None:
+            kept.prepare(expanded.tensors)
         state.sync.flush()
         slots += state_slots(slots, many)
         slots += further
 
         def finish() -> None:
             replace_plan(model, expanded)
+            if kept is not None:
+                kept.follow_specs()
             note_switched(many)
 
         return _switch(slots, options, number, finish)
@@ -193,9 +202,7 @@ def _expanded(
         patterns = ()
     if communicates():
         plan.check(world_size=dist.get_world_size())
-    expanded = plan.expand(ModelDescription.from_module(model), patterns)
-    check_switchable(state_of(model).plan, expanded)
-    return expanded
+    return plan.expand(ModelDescription.from_module(model), patterns)
 
 
 _Start = TypeVar("_Start", bound=tuple[Any, ...])

@@ -22,16 +22,13 @@ from hdtensor.pipeline.schedule import (
     microbatch_sizes,
     simulate,
 )
+from hdtensor.pipeline.schedule.choose import DEFAULT_MICROBATCHES
 from hdtensor.placements import HDSpec, local_shape
 from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription, Pipeline, StrategyPlan
 from hdtensor.plan.sequences import Split
 from hdtensor.redistribute import resolve
 from hdtensor.redistribute.steps import PointToPoint
 from hdtensor.redistribute.topology import UNIFORM, Topology
-
-
-#: Micro-batches of a lane whose plan does not say how many.
-DEFAULT_MICROBATCHES = 8
 
 
 class StageMessage(NamedTuple):

@@ -91,7 +91,7 @@ def start(
     outgoing = dict(zip(sent, pack(list(sent.values())), strict=True))
     if observe.listeners:
         tiers = {parcel.step.tier for parcel in parcels}
-        observe.notify_messages(outgoing, buffers, "top" if "top" in tiers else "bottom")
+        observe.notify_messages(outgoing, buffers, "top" if "top" in tiers else "bottom", channel)
     with observe.profiled("send_recv"):
         exchange = p2p.start(outgoing, buffers, reverse=reverse, channel=channel, timeout=timeout)
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from hdtensor._rank import current_rank
@@ -85,17 +86,41 @@ def start(
 
     Arguments are those of ``Moving``. Where a rank only sends or receives one whole tensor it does without buffers.
     """
+    if observe.listeners:
+        with observe.because("redistribute (backward)" if reverse else "redistribute"):
+            return Moving(plan, local, reverse=reverse, channel=channel)
     whole = _whole_message(plan, current_rank())
-    if whole is None or observe.listeners or not is_host_only() or not local.is_contiguous():
+    if whole is None or not is_host_only() or not local.is_contiguous():
         return Moving(plan, local, reverse=reverse, channel=channel)
     if whole.is_sent:
         sent = jobs.plain(local.detach())
         work = p2p.start_one(sent, whole.peer, is_sent=True, reverse=reverse, channel=channel)
-        rest = local.new_empty(whole.shape)
-        return lambda: (work.wait(), sent, rest)[-1]
+        return _OneMessage(work, sent, local.new_empty(whole.shape))
     new = local.new_empty(whole.shape)
     work = p2p.start_one(new, whole.peer, is_sent=False, reverse=reverse, channel=channel)
-    return lambda: (work.wait(), new)[-1]
+    return _OneMessage(work, new, new)
+
+
+class _OneMessage:
+    """One message on its way; call it for the new local tensor.
+
+    No closure: the frame of one that fails would keep the message, and so its connection, after it was cleared.
+    """
+
+    __slots__ = ("_buffer", "_new", "_work")
+
+    def __init__(self, work: dist.Work, buffer: Tensor, new: Tensor) -> None:
+        self._work: dist.Work | None = work
+        self._buffer: Tensor | None = buffer
+        self._new = new
+
+    def __call__(self) -> Tensor:
+        """Wait for it."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+            self._buffer = None
+        return self._new
 
 
 @functools.lru_cache(maxsize=16384)

@@ -10,6 +10,8 @@ from torch import nn
 
 import hdtensor
 from hdtensor import DisagreementError, HDSpec, HDTensor, as_rank, distribute_tensor, resolve
+from hdtensor.api.agreement import exchange
+from hdtensor.collectives import observe
 from hdtensor.collectives.groups import ensure_groups
 from hdtensor.debug import agreement, check_agreement, operators
 from hdtensor.redistribute.execute import execute
@@ -348,3 +350,22 @@ def _check_alone(rank):
 @pytest.mark.dist(WORLD_SIZE)
 def test_what_a_subgroup_does_alone_concerns_nobody_else():
     assert run_world(_check_alone, WORLD_SIZE) == [float(X.sum())] * 4
+
+
+def _check_ahead(rank):
+    with pytest.raises(DisagreementError, match=r"ranks 0 and 1 .*Event 3 .*4 float32.*5 float32"):
+        _start_ahead(rank)
+
+
+def _start_ahead(rank):
+    with check_agreement():
+        for size in (4, 4, 4 + rank):
+            told = ((size,), (size,))
+            with observe.ahead():  # nobody waits here, whoever comes second sees the first
+                observe.notify("all_reduce", (0, 1), size, dtype=torch.float32, sizes=told)
+        exchange("the end", None, None)
+
+
+@pytest.mark.dist(2)
+def test_what_is_started_ahead_is_compared_by_whoever_comes_second():
+    run_world(_check_ahead, 2)

@@ -77,6 +77,41 @@ def test_dropout_is_that_of_the_whole_batch(options):
     run_world(_check_dropout, 4, "1f1b", options)
 
 
+class _DropConnect(torch.nn.Linear):
+    """Drops weights: a matrix whose rows are multiples of a micro-batch's samples, and have nothing to do with them."""
+
+    def forward(self, x):
+        dropped = functional.dropout((2.0 * self.weight.t()).t(), 0.3, self.training)
+        return functional.linear(functional.dropout(x, 0.2, self.training), dropped)
+
+
+def _dropping_weights():
+    model = tiny.llama().train()
+    for layer in model.model.layers:
+        layer.mlp.down_proj.__class__ = _DropConnect
+    return model
+
+
+def _check_dropped_weights(rank, plan, schedule, options):
+    whole, reference = tiny.batch(), _dropping_weights()
+    runner = Runner(_dropping_weights(), plan, schedule=schedule, **options)
+    for _ in range(2):
+        expected, following = one_device_step(reference, whole)
+        torch.manual_seed(7)
+        torch.testing.assert_close(runner.step(whole), expected, rtol=1e-5, atol=1e-6)
+        assert torch.rand(()).item() == following
+        tiny.assert_same_gradients(runner.model, reference)
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["kept", "again"])
+def test_what_drops_from_weights_is_the_same_for_every_micro_batch(options):
+    run_world(_check_dropped_weights, 4, tiny.unlike(), "1f1b", options)
+    stages = [tiny.stage([r], i, i) for i, r in enumerate([0, 1, 0])]
+    turns = tiny.plan((stages, 3, 2), ([tiny.stage([2, 3], 0, 2)], 2, 1))
+    run_world(_check_dropped_weights, 4, turns, "interleaved1f1b", options)
+
+
 def _check_turns(rank, schedule, options):
     stages = [
         tiny.stage([0], 0, 0),

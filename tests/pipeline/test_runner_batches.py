@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import hdtensor as hd
 from hdtensor.errors import DisagreementError, PlanError
 from hdtensor.pipeline import Runner
 from tests.pipeline import tiny
@@ -111,11 +112,100 @@ def _check_refusals(rank):
         DisagreementError, match="ranks 2 and 3 of lane 1 pass unlike micro-batches"
     ):
         runner.step(lanes=[whole, whole if rank < 3 else tiny.batch(4)])
-    mean_only = Runner(tiny.llama(), tiny.pairs(), lambda output, _: output.logits.mean())
+    no_loss = Runner(tiny.llama(), tiny.pairs(), lambda output, _: output.logits)
     with pytest.raises((PlanError, DisagreementError), match="loss_fn must return"):
-        mean_only.step(whole)
+        no_loss.step(whole)
 
 
 @pytest.mark.dist(4)
 def test_batches_that_do_not_fit_are_refused_on_every_rank():
     run_world(_check_refusals, 4)
+
+
+def _mean_of_squares(output, target):
+    return torch.nn.functional.mse_loss(output.mean(-1), target)
+
+
+def _token_mean(output, labels):
+    return torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+
+
+def _check_means(rank):
+    even = tiny.plan(
+        ([tiny.stage([0, 1], 0, 1), tiny.stage([2], 2, 2)], 3, 2), ([tiny.stage([3], 0, 2)], 1, 2)
+    )
+    runner, reference = Runner(_Scorer(), even, _mean_of_squares), _Scorer()
+    ids, generator = tiny.batch()["input_ids"], torch.Generator().manual_seed(3)
+    weights, target = torch.rand(2, *ids.shape, generator=generator)
+    loss, expected = (
+        runner.step((ids, weights, target)),
+        _mean_of_squares(reference(ids, weights), target),
+    )
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    tiny.assert_same_gradients(runner.model.model.model, reference.model.model)
+
+    whole = tiny.batch()
+    labels = whole["labels"].clone().fill_(-100)
+    labels[:, 1::2] = 5  # 3 targets a row
+    tokens = Runner(tiny.llama(), even, _token_mean)
+    with torch.no_grad():
+        expected = _token_mean(tiny.llama()(whole["input_ids"]), labels)
+        torch.testing.assert_close(tokens.eval({**whole, "labels": labels}), expected)
+    labels[-1, 1] = -100
+    for step in (tokens.eval, tokens.step):
+        with pytest.raises(PlanError, match=r"a mean alone, and .* from 5 to 6 targets.*Return"):
+            step({**whole, "labels": labels})
+    part = (ids[:2], weights[:2], target[:2])
+    long = tuple(torch.cat([t, t], 1) for t in part)
+    with pytest.raises(PlanError, match="from 12 to 24 targets"):
+        runner.step(lanes=[[part, part], [long]])
+    reference.zero_grad()
+    runner.model.zero_grad()
+    runner.step((ids, weights, target))
+    _mean_of_squares(reference(ids, weights), target).backward()
+    tiny.assert_same_gradients(runner.model.model.model, reference.model.model)
+
+
+@pytest.mark.dist(4)
+def test_a_mean_alone_will_do_where_all_micro_batches_count_alike():
+    run_world(_check_means, 4)
+
+
+def _check_parts(rank, plan, num_rows, expected):
+    runner, reference = tiny.runner_and_reference(plan)
+    batch = tiny.batch(num_rows)
+    with runner.record() as recording:
+        loss = runner.step(batch)
+    torch.testing.assert_close(loss, tiny.one_device(reference, batch))
+    tiny.assert_same_gradients(runner.model, reference)
+    spans = [s for s in recording.timeline().spans if "F" in s.name and s.ranks == (rank,)]
+    assert len(spans) == expected[runner.lane_index]
+
+
+_PARTS = {
+    "share": ([{"share": 5}, {"share": 3}], 16, (8, 6)),
+    "share, m": ([{"share": 5, "microbatches": 2}, {"share": 3, "microbatches": 3}], 8, (2, 3)),
+    "share, b": ([{"share": 5, "mbs": 2}, {"share": 3, "mbs": 1}], 8, (3, 3)),
+    "m, b": ([{"microbatches": 2, "mbs": 2}, {"microbatches": 3, "mbs": 1}], 7, (2, 3)),
+    "nothing": ([{}, {}], 8, (4, 4)),
+}
+
+
+@pytest.mark.dist(4)
+@pytest.mark.parametrize("form", _PARTS)
+def test_every_form_of_a_part_of_the_batch_runs(form):
+    parts, num_rows, expected = _PARTS[form]
+    stages = [
+        [tiny.stage([0], 0, 1), tiny.stage([1], 2, 2)],
+        [tiny.stage([2], 0, 0), tiny.stage([3], 1, 2)],
+    ]
+    pipelines = [{"stages": s, **part} for s, part in zip(stages, parts, strict=True)]
+    plan = hd.AnnotationPlan.from_dict({"pipelines": pipelines})
+    run_world(_check_parts, 4, plan, num_rows, expected)
+
+
+@pytest.mark.dist(4)
+def test_a_uniform_plan_says_how_many_micro_batches_its_lanes_run():
+    uniform = {"dp": 2, "tp": 1, "pp": 2, "microbatches": 4, "mbs": 1}
+    run_world(_check_parts, 4, hd.AnnotationPlan.from_dict({"uniform": uniform}), 8, (4, 4))

@@ -29,6 +29,9 @@ aten = torch.ops.aten
 #: Keys drawn so far: a module that is skipped as a whole still draws as many (``api.regions``).
 num_draws = [0]
 
+#: Draws so far for tensors that have samples by their shape, and have none since they follow from weights.
+num_weight_draws = [0]
+
 #: (first, number) of the samples that run now, where they are a part of a larger batch; None: a batch is whole.
 _rows: list[tuple[int, int] | None] = [None]
 
@@ -48,7 +51,8 @@ def rows_of_batch(first: int, num: int) -> contextlib.AbstractContextManager[Non
     """Draw as for some samples of a larger batch: the values that the whole batch would have there.
 
     Tensors whose dim 0 is the samples, alone or joined with what follows, count from sample ``first`` on. A tensor whose
-    dim 0 is no multiple of ``num``, and a parameter, has no samples, and the same values for every part of the batch.
+    dim 0 is no multiple of ``num`` has no samples, nor has a parameter or what is marked to follow from parameters
+    (``is_of_weights``): they have the same values for every part of the batch.
 
     Args:
         first: Number of the first sample in the larger batch.
@@ -73,11 +77,11 @@ class _Rows:
 
 
 def fill_owned(
-    local: torch.Tensor, bound: BoundSpec, key: int, fill: Fill, *, is_parameter: bool = False
+    local: torch.Tensor, bound: BoundSpec, key: int, fill: Fill, *, of_weights: bool = False
 ) -> torch.Tensor:
     """Fill every box that this rank owns of a tensor."""
     strides = contiguous_stride(bound.shape)
-    offset = 0 if is_parameter else _rows_before(bound.shape)
+    offset = _rows_before(bound.shape, of_weights)
     for owned in owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, bound.rank):
         start = owned.box.start
         if offset:
@@ -86,17 +90,19 @@ def fill_owned(
     return local
 
 
-def _rows_before(shape: Sequence[int]) -> int:
+def _rows_before(shape: Sequence[int], of_weights: bool) -> int:
     """Return how much of dim 0 of the larger batch's tensor lies before a tensor of this shape."""
     if _rows[0] is None or not shape:
         return 0
     first, num = _rows[0]
     per_sample, rest = divmod(shape[0], num)
-    return 0 if rest else first * per_sample
+    num_weight_draws[0] += of_weights and not rest
+    return 0 if rest or of_weights else first * per_sample
 
 
-def _is_parameter(x: Any) -> bool:
-    return isinstance(x, torch.nn.Parameter)
+def is_of_weights(x: Any) -> bool:
+    """Return whether a tensor is a parameter, or is marked as following from parameters alone."""
+    return isinstance(x, torch.nn.Parameter) or getattr(x, "is_of_weights", False)
 
 
 def _check(func: Any, bound: BoundSpec) -> None:
@@ -118,7 +124,7 @@ def _in_place(func: Any, args: tuple[Any, ...], fill_of: Callable[..., Fill]) ->
         if bound.index is not None:
             named = {k: v for k, v in (kw or {}).items() if k != "generator"}
             fill = fill_of(*given, **named)
-            fill_owned(x._local_tensor, bound, key, fill, is_parameter=_is_parameter(x))
+            fill_owned(x._local_tensor, bound, key, fill, of_weights=is_of_weights(x))
         return x
 
     return run
@@ -233,7 +239,7 @@ def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = draw_key((kw or {}).get("generator"))
         if bound.index is not None:
             fill = fill_of(*given)
-            fill_owned(out._local_tensor, bound, key, fill, is_parameter=_is_parameter(x))
+            fill_owned(out._local_tensor, bound, key, fill, of_weights=is_of_weights(x))
         return out
 
     return run
@@ -272,7 +278,7 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         local = x._local_tensor
         mask = torch.ones_like(local, dtype=torch.bool)
         if train is not False:
-            fill_owned(mask, bound, key, _bernoulli(1.0 - p), is_parameter=_is_parameter(x))
+            fill_owned(mask, bound, key, _bernoulli(1.0 - p), of_weights=is_of_weights(x))
         scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
         out = local * mask * scale if train is not False else local.clone()
         return wrap(out, bound), wrap(mask, mask_bound)

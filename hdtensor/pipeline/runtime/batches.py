@@ -73,17 +73,21 @@ def lane_rows(inputs: HDSpec, num: int) -> tuple[tuple[int, int], ...]:
     return tuple(itertools.pairwise(ends))
 
 
-def microbatches(batch: Any, num_microbatches: int, size: int | None = None) -> list[Any]:
+def microbatches(batch: Any, num_microbatches: int | None, size: int | None = None) -> list[Any]:
     """Return a lane's samples as micro-batches.
 
     Args:
         batch: The lane's samples.
-        num_microbatches: How many; fewer if there are fewer samples.
+        num_microbatches: How many; fewer if there are fewer samples. None: as many as have ``size`` samples, the last
+            one perhaps fewer.
         size: Samples of each, where the plan says it and they fit.
     """
     num = num_rows(batch)
     if num == 0:
         return []
+    if num_microbatches is None:
+        assert size is not None, "their number or their size is known"
+        return [rows(batch, start, start + size) for start in range(0, num, size)]
     count = min(num_microbatches, num)
     sizes: Sequence[int] = microbatch_sizes(num, count)
     if size is not None and size * num_microbatches == num:

@@ -96,9 +96,9 @@ class FailureGuard:
     def _told(self, error: BaseException) -> BaseException:
         """Tell the others of an error; return what to raise."""
         rank = dist.get_rank()
-        if _is_of_transport(error):
-            # Frames that were waiting refer to connections, which so would stay open for others to wait in.
-            traceback.clear_frames(error.__traceback__)
+        is_of_transport = _is_of_transport(error)
+        _clear_frames(error, only_own=not is_of_transport)
+        if is_of_transport:
             first = self._blame(rank, error)
         else:
             said = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -198,6 +198,23 @@ class FailureGuard:
         )
         sys.stderr.flush()
         os._exit(1)
+
+
+def _clear_frames(error: BaseException, *, only_own: bool) -> None:
+    """Clear frames that an error keeps: those that waited refer to connections, in which others would wait on.
+
+    Args:
+        error: The error.
+        only_own: Leave the frames of others, whose values whoever debugs the error wants to see.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if not only_own or frame.f_globals.get("__name__", "").startswith("hdtensor."):
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frame.clear()
+        error = error.__context__  # type: ignore[assignment]
 
 
 def _is_of_transport(error: BaseException) -> bool:

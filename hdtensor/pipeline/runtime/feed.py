@@ -47,12 +47,12 @@ class Portions(NamedTuple):
 
     Attributes:
         inputs: Spec whose subgroups are the lanes, with their shares.
-        counts: Micro-batches of each lane.
+        counts: Micro-batches of each lane; None where their size says it.
         sizes: Samples of each of them, where the plan says it.
     """
 
     inputs: HDSpec
-    counts: Sequence[int]
+    counts: Sequence[int | None]
     sizes: Sequence[int | None]
 
 

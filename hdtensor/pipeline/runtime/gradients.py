@@ -25,6 +25,7 @@ from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.special.move import gradient_bound
 from hdtensor.pipeline.runtime.homes import Home, buckets
 from hdtensor.pipeline.runtime.parameters import LaneParameters
+from hdtensor.pipeline.runtime.plain_leaf import PlainLeaf
 from hdtensor.pipeline.schedule.actions import Action, Kind
 from hdtensor.placements import HDSpec
 from hdtensor.placements.layout import contiguous_stride
@@ -53,39 +54,6 @@ class _Bucket:
         self.homes = found
         self.waiting = {id(leaf) for leaf in leaves}
         self.finish: Callable[[], list[torch.Tensor]] | None = None
-
-
-class _PlainLeaf:
-    """A leaf's local tensor as a plain leaf of the same memory, whose gradients autograd adds up without our help."""
-
-    __slots__ = ("_bound", "_hooks", "_kept", "spec", "tensor")
-
-    def __init__(self, leaf: HDTensor, spec: HDSpec, note: Callable[[torch.Tensor], None]) -> None:
-        self.spec = spec
-        bound = leaf._spec
-        self.tensor = leaf._local_tensor.detach().requires_grad_()
-        self.tensor.grad_dtype = leaf.grad_dtype
-        self.tensor.register_post_accumulate_grad_hook(lambda _: note(leaf))  # type: ignore[no-untyped-call]
-        self._hooks = self.tensor._post_accumulate_grad_hooks
-        self._kept = dict(self._hooks)
-        dtype = leaf.grad_dtype or leaf.dtype
-        self._bound = BoundSpec.of(spec, bound.shape, bound.stride, dtype, bound.top_sizes)
-
-    def listen(self, *, is_on: bool) -> None:
-        """Have somebody be told of gradients, or nobody, which is cheaper."""
-        self._hooks.clear()
-        if is_on:
-            self._hooks.update(self._kept)
-
-    def stands_for(self, leaf: HDTensor) -> bool:
-        """Whether it still has the leaf's memory."""
-        return self.tensor.data_ptr() == leaf._local_tensor.data_ptr()
-
-    def take(self) -> HDTensor:
-        """Return the gradient and forget it."""
-        grad, self.tensor.grad = self.tensor.grad, None
-        found: HDTensor = new_wrapper(HDTensor, grad, self._bound, False)
-        return found
 
 
 class StepGradients:
@@ -127,7 +95,7 @@ class StepGradients:
         self._planned: (
             tuple[Sequence[Home], list[bool], list[tuple[list[Home], list[HDTensor]]]] | None
         ) = None
-        self._plain: dict[int, _PlainLeaf] = {}
+        self._plain: dict[int, PlainLeaf] = {}
         for leaf in parameters:
             _watch(leaf, self.note)
 
@@ -142,7 +110,7 @@ class StepGradients:
         if found is None or not found.stands_for(leaf):
             if found is not None and found.tensor.grad is not None:
                 return None
-            found = self._plain[id(leaf)] = _PlainLeaf(leaf, spec, self.note)
+            found = self._plain[id(leaf)] = PlainLeaf(leaf, spec, self.note)
             found.listen(is_on=self._hears)
         return found.tensor if found.spec is spec else None
 
@@ -290,6 +258,13 @@ class StepGradients:
         self._buckets, self._bucket_of = [], {}
         self.drop_gradients()
 
+    def let_go(self) -> None:
+        """Drop what is on its way, after an error that ends all."""
+        for bucket in self._buckets:
+            bucket.finish = None
+        self._buckets, self._bucket_of = [], {}
+        self.drop_gradients()
+
     def drop_gradients(self) -> None:
         """Forget what the leaves have collected."""
         self._parameters.drop_gradients()
@@ -325,7 +300,8 @@ class StepGradients:
                 dtype = torch.promote_types(home.target.dtype, term.dtype)
                 terms.append(term.to(dtype).contiguous())
                 plans.append(plan)
-            return start_many(plans, terms, donate=True)
+            with observe.ahead():
+                return start_many(plans, terms, donate=True)
 
     def _take_alone(self, found: Sequence[Home]) -> list[torch.Tensor] | None:
         """Return the gradients of homes that this rank alone sends something to, and only to itself; None of others."""

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hdtensor.api import regions
 from hdtensor.api.parallelize import ParallelState
 from hdtensor.pipeline.runtime import losses, stage_points
-from hdtensor.pipeline.runtime.activations import Offload, checkpoint_layers
+from hdtensor.pipeline.runtime.activations import CheckpointedLayer, Offload, checkpoint_layers
 from hdtensor.pipeline.runtime.batches import map_tensors, signature
 from hdtensor.pipeline.runtime.execute import Executor
 from hdtensor.pipeline.runtime.feed import MicroBatch
@@ -26,7 +27,8 @@ from hdtensor.pipeline.runtime.passage import Passage, running
 from hdtensor.pipeline.runtime.plain_stage import PlainStage, StageCall
 from hdtensor.pipeline.runtime.recording import Recording
 from hdtensor.pipeline.runtime.surroundings import Surroundings, configs_of, without_cache
-from hdtensor.pipeline.runtime.totals import Totals
+from hdtensor.pipeline.runtime.totals import NO_MEANS, Totals
+from hdtensor.pipeline.runtime.weight_draws import WeightDraws
 from hdtensor.pipeline.schedule.actions import Action, Kind, Schedule
 from hdtensor.pipeline.schedule.choose import build_schedule
 from hdtensor.plan import ModelDescription
@@ -46,6 +48,7 @@ class LaneRank:
         plain: Which calls run on plain tensors.
         regions: Modules that run, or are skipped, as a whole.
         problem: The first error of the loss function in this step.
+        means: The least and the most targets of micro-batches in this step of whose losses the mean alone is known.
     """
 
     def __init__(
@@ -86,14 +89,17 @@ class LaneRank:
         )
         self.regions: list[regions.Region] = []
         self.problem: Exception | None = None
-        self._checkpointed: Any = None
+        self.means = NO_MEANS
+        self._hooks: list[RemovableHandle] = []
+        self._checkpointed: list[CheckpointedLayer] = []
         self._offloaded: frozenset[int] = frozenset()
         self._executor: Executor | None = None
         self._learned: dict[Any, Learned] = {}
         self._manners: dict[Any, Manner] = {}
         self._settings: tuple[Any, ...] = ()
         self._schedules: dict[tuple[str, int], Schedule] = {}
-        self._results: list[tuple[Any, Any]] = []
+        self._weight_draws = WeightDraws()
+        self._results: list[tuple[Any, Any, bool]] = []
 
     def install(
         self,
@@ -112,12 +118,22 @@ class LaneRank:
             offloaded: Stages whose activations wait in host memory.
         """
         with self.parameters.in_place():
-            stage_points.place(self._model, self.plan, description.layer_modules)
+            self._hooks = stage_points.place(self._model, self.plan, description.layer_modules)
             if self._options.use_regions:
                 sync: Any = self.gradients
                 self.regions = regions.install(self._model, description, sync, only_skips=is_split)
         self._checkpointed = checkpoint_layers(self._model, description, checkpointed)
         self._offloaded = offloaded
+        self._state.undo.append(self.remove)
+
+    def remove(self) -> None:
+        """Take from the model what ``install`` put on it; those of later runners went before."""
+        for layer in reversed(self._checkpointed):
+            layer.remove()
+        for region in reversed(self.regions):
+            region.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def schedule(self, name: str, num_microbatches: int) -> Schedule:
         """Return the lane's schedule.
@@ -162,7 +178,7 @@ class LaneRank:
 
         def call(number: int) -> None:
             with offload.around_call():
-                self._call(parts[number].data, loss_scale, surroundings)
+                self._call(parts[number], loss_scale, surroundings)
 
         def begin(number: int) -> Passage:
             return self._passage(number, parts[number].data, lambda: call(number), is_training)
@@ -174,7 +190,12 @@ class LaneRank:
             around=surroundings.around,
             stand=self.plain.stand,
         )
-        with self.parameters.in_place(), self._state.running_lane(), without_cache(self._configs):
+        with (
+            self.parameters.in_place(),
+            self._state.running_lane(),
+            without_cache(self._configs),
+            self._weight_draws.watched((is_training, self._model.training, bool(row))),
+        ):
             self.plain.prepare()
             self._settings = self._present_settings()
             try:
@@ -186,15 +207,19 @@ class LaneRank:
         """Drop all that is on its way, after an error."""
         if self._executor is not None:
             self._executor.let_go()
+        self.gradients.let_go()
 
     def counted(self) -> Totals:
         """Return what this rank's micro-batches sum to; one rank of each last stage speaks."""
         results, self._results = self._results, []
-        mine = Totals()
+        mine, self.means = Totals(), NO_MEANS
         speaker, *others = self.plan.labels.subgroups[0].ranks
         if self._rank == speaker or others:
-            for total, count in results:
-                mine += Totals(losses.value_of(total), losses.value_of(count))
+            for total, count, is_mean in results:
+                number = losses.value_of(count)
+                mine += Totals(losses.value_of(total), number)
+                if is_mean:
+                    self.means = min(self.means[0], number), max(self.means[1], number)
         return mine if self._rank == speaker else Totals()
 
     def _passage(
@@ -229,14 +254,14 @@ class LaneRank:
             self._learned[key] = found
         return found
 
-    def _call(self, part: Any, loss_scale: float | None, surroundings: Surroundings) -> None:
+    def _call(self, part: MicroBatch, loss_scale: float | None, surroundings: Surroundings) -> None:
         """Call the model with a micro-batch; on the last stage, the loss function."""
         passage = running()
         assert passage is not None, "an executor calls the model"
         takes_labels = isinstance(self._loss_fn, losses.ModelLoss)
         needs_no_cut = self._is_alone or self._rank not in self.plan.labels.ranks
         inputs, target = self._layout.divide(
-            part,
+            part.data,
             plain_inputs=passage.is_plain and self._rank in self.plan.inputs.ranks,
             plain_target=passage.is_plain and self._is_alone if takes_labels else needs_no_cut,
         )
@@ -249,19 +274,23 @@ class LaneRank:
             passage.output = output
         if passage.is_rehearsal or self._rank not in self.plan.labels.ranks:
             return
-        loss = self._loss_of(output, target)
+        loss = self._loss_of(output, target, part.num_rows)
         if loss_scale is not None:
             passage.segments[-1].loss = (
                 loss if loss_scale == 1.0 or loss is None else loss * loss_scale
             )
 
-    def _loss_of(self, output: Any, target: Any) -> torch.Tensor | None:
+    def _loss_of(self, output: Any, target: Any, num_rows: int) -> torch.Tensor | None:
         """Return a micro-batch's loss. What fails here is told to all ranks at the end of the step, which goes on."""
         try:
             found = losses.plain_of(output) if self._is_alone else output
             total, count = losses.read_loss(self._loss_fn(found, target))
+            is_mean = count is None
+            if is_mean:
+                count = losses.num_targets(target, num_rows)
+                total = total * count
         except Exception as error:
             self.problem = self.problem or error
             return losses.zero_loss(output)
-        self._results.append((total.detach(), count))
+        self._results.append((total.detach(), count, is_mean))
         return total

@@ -15,12 +15,16 @@ from hdtensor.errors import PlanError
 from hdtensor.tensor import HDTensor
 
 
-#: ``loss_fn(output, target)`` returns the sum of a micro-batch's losses, and how many they are.
-LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
+#: ``loss_fn(output, target)`` returns the sum of a micro-batch's losses, and how many they are; or a mean alone.
+LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any] | torch.Tensor]
+
+
+#: torch's losses ignore this target.
+_IGNORED = -100
 
 
 def causal_lm_loss(
-    output: Any, labels: torch.Tensor, *, ignore_index: int = -100
+    output: Any, labels: torch.Tensor, *, ignore_index: int = _IGNORED
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed cross-entropy of next tokens and the number of them, as ``transformers`` defines it.
 
@@ -37,7 +41,7 @@ def causal_lm_loss(
 
 
 def read_loss(result: Any) -> tuple[torch.Tensor, Any]:
-    """Return (sum, count) of what a user's ``loss_fn`` returned.
+    """Return (sum, count) of what a user's ``loss_fn`` returned, or (mean, None) where it is a mean alone.
 
     Raises:
         PlanError: If it is anything else.
@@ -46,6 +50,8 @@ def read_loss(result: Any) -> tuple[torch.Tensor, Any]:
         total, count = result
         if isinstance(total, torch.Tensor) and total.ndim == 0:
             return total, count
+    if isinstance(result, torch.Tensor) and result.ndim == 0:
+        return result, None
     got = (
         f"a tensor of shape {tuple(result.shape)}"
         if isinstance(result, torch.Tensor)
@@ -53,8 +59,34 @@ def read_loss(result: Any) -> tuple[torch.Tensor, Any]:
     )
     raise PlanError(
         f"loss_fn must return (sum, count): the sum of the losses of what counts in the micro-batch, a tensor "
-        f"without dims, and how many they are; got {got}. A mean of each micro-batch would weight tokens unequally: "
-        f"use reduction='sum'."
+        f"without dims (reduction='sum'), and how many they are; got {got}. A mean alone, a tensor without dims, will do "
+        f"where all micro-batches have equally many targets."
+    )
+
+
+def num_targets(target: Any, num_rows: int) -> Any:
+    """Return how many targets a micro-batch has, as a mean over them would count: a number, or a tensor without dims.
+
+    Integer targets of -100, which torch's losses ignore, do not count. Without any tensor it is the samples.
+
+    Args:
+        target: What ``loss_fn`` gets.
+        num_rows: The micro-batch's samples.
+    """
+    found = [t for t in pytree.tree_leaves(target) if isinstance(t, torch.Tensor)]
+    if not found:
+        return num_rows
+    nums = [t.numel() if t.is_floating_point() else (t != _IGNORED).sum() for t in found]
+    return sum(nums[1:], nums[0])
+
+
+def check_means(least: float, most: float) -> Exception | None:
+    """Return what is wrong with means over at least and at most so many targets; None where they weigh the same."""
+    if least == most:
+        return None
+    return PlanError(
+        f"loss_fn returns a mean alone, and the step's micro-batches have from {least:g} to {most:g} targets: the means "
+        f"would weight them unequally. Return (sum, count), with reduction='sum' and the number of targets that count."
     )
 
 

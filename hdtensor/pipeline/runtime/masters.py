@@ -25,6 +25,7 @@ from hdtensor.collectives import groups, observe
 from hdtensor.errors import PlanError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.pipeline.zero_specs import Parameter, split_copies, zero_specs
+from hdtensor.placements import HDSpec
 from hdtensor.redistribute.execute import BUCKET_BYTES, execute, start_many
 from hdtensor.redistribute.resolve import resolve
 from hdtensor.redistribute.steps import RedistributePlan
@@ -67,25 +68,13 @@ class ShardedMasters:
         Raises:
             PlanError: As ``zero_specs``.
         """
-        named: list[tuple[str, Any]] = [
-            (name, p)
-            for name, p in model.named_parameters()
-            if p.requires_grad and (p.is_floating_point() or p.is_complex())
-        ]
+        named = list(_updated(model).items())
         parameters = [Parameter(name, p.spec, tuple(p.shape)) for name, p in named]
-        specs = zero_specs(parameters, free_bytes)
-        entries = []
-        for name, spec, shape in parameters:
-            copies = split_copies(spec)
-            entries.append(
-                (resolve(copies, specs[name], shape), resolve(specs[name], copies, shape))
-            )
-        rank_sets = {ranks for _, gather in entries for ranks in gather.rank_sets()}
-        prepare_groups(*dict.fromkeys(specs.values()))
-        groups.ensure_groups(sorted(rank_sets))
+        ways = _ways(parameters, zero_specs(parameters, free_bytes))
+        _prepare(ways)
         self._entries = [
             _Entry(name, p, _master(p, cut), cut, gather)
-            for (name, p), (cut, gather) in zip(named, entries, strict=True)
+            for (name, p), (cut, gather) in zip(named, ways, strict=True)
         ]
         self.by_parameter = {id(entry.parameter): entry.master for entry in self._entries}
         self._ids = {id(entry.master) for entry in self._entries}
@@ -135,6 +124,44 @@ class ShardedMasters:
         torch.autograd.graph.increment_version([entry.parameter for entry in entries])
         self._seen = self._versions()
 
+    def named(self) -> dict[str, HDTensor]:
+        """Return the masters, each under its parameter's name with a mark that tells the two apart."""
+        return {_mark(entry.name): entry.master for entry in self._entries}
+
+    def specs_under(self, tensors: Mapping[str, HDSpec]) -> dict[str, HDSpec]:
+        """Return the masters' specs, by the names of ``named``, once parameters have others.
+
+        Args:
+            tensors: Name of each parameter -> its spec then.
+        """
+        specs = zero_specs(self._parameters(tensors))
+        return {_mark(name): spec for name, spec in specs.items()}
+
+    def prepare(self, tensors: Mapping[str, HDSpec]) -> None:
+        """Create the groups that masters need under other specs of parameters; every rank of the world calls it."""
+        parameters = self._parameters(tensors)
+        _prepare(_ways(parameters, zero_specs(parameters)))
+
+    def follow_specs(self) -> None:
+        """Find the ways between parameters and masters anew, after all have other specs."""
+        parameters = [
+            Parameter(e.name, e.parameter.spec, tuple(e.master.shape)) for e in self._entries
+        ]
+        ways = _ways(parameters, {e.name: e.master.spec for e in self._entries})
+        self._entries = [
+            entry._replace(cut=cut, gather=gather)
+            for entry, (cut, gather) in zip(self._entries, ways, strict=True)
+        ]
+        self._seen = self._versions()
+
+    def fits(self, model: nn.Module) -> bool:
+        """Return whether these are the masters of all parameters that the model has now."""
+        wanted = {id(p) for p in _updated(model).values()}
+        return wanted == self._parameter_ids
+
+    def _parameters(self, tensors: Mapping[str, HDSpec]) -> list[Parameter]:
+        return [Parameter(e.name, tensors[e.name], tuple(e.master.shape)) for e in self._entries]
+
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer updates parameters that have masters.
 
@@ -151,6 +178,36 @@ class ShardedMasters:
         """Return what changes with every write: operators count on the wrapper, what writes inside of it there."""
         parameters = [entry.parameter for entry in self._entries]
         return [(p._version, p._local_tensor._version) for p in parameters]
+
+
+def _updated(model: nn.Module) -> dict[str, Any]:
+    """Return the parameters that have masters, by their first names."""
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad and (p.is_floating_point() or p.is_complex())
+    }
+
+
+def _mark(name: str) -> str:
+    return f"{name} (master)"
+
+
+def _ways(
+    parameters: Iterable[Parameter], specs: Mapping[str, HDSpec]
+) -> list[tuple[RedistributePlan, RedistributePlan]]:
+    """Return the plans from each parameter's copies to its master, and back."""
+    ways = []
+    for name, spec, shape in parameters:
+        copies = split_copies(spec)
+        ways.append((resolve(copies, specs[name], shape), resolve(specs[name], copies, shape)))
+    return ways
+
+
+def _prepare(ways: Sequence[tuple[RedistributePlan, RedistributePlan]]) -> None:
+    """Create the groups of masters; every rank of the world calls it."""
+    prepare_groups(*dict.fromkeys(cut.dst for cut, _ in ways))
+    groups.ensure_groups(sorted({ranks for _, gather in ways for ranks in gather.rank_sets()}))
 
 
 def _master(parameter: HDTensor, cut: RedistributePlan) -> HDTensor:
@@ -181,7 +238,8 @@ def _started(
     before: tuple[list[_Entry], Callable[[], list[torch.Tensor]]] | None = None
     for run in runs:
         locals_ = [entry.master._local_tensor.to(entry.parameter.dtype) for entry in run]
-        now = run, start_many([entry.gather for entry in run], locals_)
+        with observe.ahead():
+            now = run, start_many([entry.gather for entry in run], locals_)
         if before is not None:
             yield before
         before = now

@@ -10,7 +10,8 @@ import torch
 
 from hdtensor.errors import PlanError
 from hdtensor.pipeline.lanes import Lane
-from hdtensor.plan import AnnotationPlan, Pattern
+from hdtensor.pipeline.schedule.choose import DEFAULT_MICROBATCHES
+from hdtensor.plan import AnnotationPlan, ExpandedPlan, ModelDescription, Pattern
 from hdtensor.plan.strategy import StrategyPlan
 
 
@@ -41,6 +42,32 @@ class RunnerOptions:
     activation_checkpointing: StageChoice = False
     activation_offload: StageChoice = False
     gradient_dtype: torch.dtype | None = torch.float32
+
+
+def check_same(
+    plan: AnnotationPlan,
+    present: ExpandedPlan,
+    model: ModelDescription,
+    patterns: Sequence[Pattern | tuple[str, str]],
+) -> None:
+    """Raise unless a plan cuts a model as it is cut; lanes' parts of the batch may be others.
+
+    Args:
+        plan: What a runner is made with.
+        present: What the model was parallelized by, or switched to.
+        model: The model.
+        patterns: As ``parallelize`` was told.
+
+    Raises:
+        PlanError: Otherwise.
+    """
+    given = plan.expand(model, () if isinstance(plan, ExpandedPlan) else patterns)
+    found, wanted = ((p.tensors, p.points, p.zero) for p in (given, present))
+    if found != wanted:
+        raise PlanError(
+            "the model is parallelized by another plan than the Runner's: hdtensor.switch(model, plan, optimizer) brings it "
+            "to this one; or make the Runner by the plan that the model has."
+        )
 
 
 def chosen_stages(
@@ -81,11 +108,13 @@ def chosen_stages(
 
 def lane_counts(
     plan: AnnotationPlan, given: int | Sequence[int] | None, num_lanes: int
-) -> list[int]:
-    """Return each lane's number of micro-batches: what is given, or what the plan says.
+) -> list[int | None]:
+    """Return each lane's number of micro-batches: what is given, or what the plan says; None where their size says it.
+
+    Where nothing does it is that of a dry run.
 
     Raises:
-        PlanError: If neither says it.
+        PlanError: If what is given does not fit the lanes.
     """
     if given is not None:
         counts = [given] * num_lanes if isinstance(given, int) else list(given)
@@ -93,17 +122,22 @@ def lane_counts(
             raise PlanError(
                 f"num_microbatches must be one number for each of the {num_lanes} lanes, at least 1, got {given}."
             )
-        return counts
-    pipelines = plan.pipelines if isinstance(plan, StrategyPlan) else ()
-    if len(pipelines) != num_lanes or any(p.microbatches is None for p in pipelines):
-        raise PlanError(
-            f"the plan does not say how many micro-batches each of its {num_lanes} lanes runs; give its pipelines "
-            f"'microbatches', or pass num_microbatches."
-        )
-    return [p.microbatches or 1 for p in pipelines]
+        return list(counts)
+    said = _said(plan, num_lanes)
+    default = DEFAULT_MICROBATCHES
+    return [default if count is None and size is None else count for count, size in said]
 
 
 def lane_sizes(plan: AnnotationPlan, num_lanes: int) -> list[int | None]:
     """Return each lane's samples in a micro-batch, None where the plan does not say it."""
+    return [size for _, size in _said(plan, num_lanes)]
+
+
+def _said(plan: AnnotationPlan, num_lanes: int) -> list[tuple[int | None, int | None]]:
+    """Return each lane's number of micro-batches and their size, as far as the plan says them."""
+    if isinstance(plan, StrategyPlan) and plan.uniform is not None:
+        return [(plan.uniform.microbatches, plan.uniform.mbs)] * num_lanes
     pipelines = plan.pipelines if isinstance(plan, StrategyPlan) else ()
-    return [p.mbs for p in pipelines] if len(pipelines) == num_lanes else [None] * num_lanes
+    if len(pipelines) != num_lanes:
+        return [(None, None)] * num_lanes
+    return [(p.microbatches, p.mbs) for p in pipelines]

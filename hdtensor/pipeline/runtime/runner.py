@@ -15,6 +15,7 @@ from hdtensor.api import parallelize as api
 from hdtensor.api.agreement import exchange
 from hdtensor.api.local import prepare_groups
 from hdtensor.collectives import groups
+from hdtensor.errors import PlanError
 from hdtensor.pipeline.exchanges import plan_lanes
 from hdtensor.pipeline.runtime import losses, totals
 from hdtensor.pipeline.runtime.compiled import CompiledModules
@@ -26,12 +27,19 @@ from hdtensor.pipeline.runtime.inputs import InputLayout
 from hdtensor.pipeline.runtime.lane_plan import LanePlan, lane_plan
 from hdtensor.pipeline.runtime.lane_rank import LaneRank
 from hdtensor.pipeline.runtime.losses import LossFunction, causal_lm_loss
-from hdtensor.pipeline.runtime.options import RunnerOptions, chosen_stages, lane_counts, lane_sizes
+from hdtensor.pipeline.runtime.options import (
+    RunnerOptions,
+    check_same,
+    chosen_stages,
+    lane_counts,
+    lane_sizes,
+)
 from hdtensor.pipeline.runtime.recording import Recording
 from hdtensor.pipeline.runtime.surroundings import Surroundings
 from hdtensor.pipeline.runtime.targets import OptimizerTargets
 from hdtensor.pipeline.runtime.totals import End, Totals
 from hdtensor.pipeline.schedule.actions import Action, Kind
+from hdtensor.pipeline.schedule.choose import DEFAULT_MICROBATCHES
 from hdtensor.plan import AnnotationPlan, ModelDescription
 
 
@@ -66,9 +74,10 @@ class Runner:
             model: A model, which is parallelized, or one that is already, by this plan.
             plan: The plan.
             loss_fn: ``loss_fn(output, target) -> (sum, count)``; called on the last stage with what the model
-                returns. None: the own loss of a causal language model of ``transformers``.
+                returns. A mean alone will do where all micro-batches have equally many targets. None: the own loss of a causal language model of ``transformers``.
             schedule: As for ``build_schedule``.
-            num_microbatches: Of each lane, or of all; default the plan's ``microbatches``.
+            num_microbatches: Of each lane, or of all; default the plan's ``microbatches``, or as many as
+                have its ``mbs`` samples; 8 where it says neither.
             options: Those of ``RunnerOptions``.
 
         Raises:
@@ -85,9 +94,10 @@ class Runner:
             )
         self._state = api.state_of(model)
         self._plan = self._state.plan
+        description = ModelDescription.from_module(model)
+        check_same(plan, self._plan, description, self._state.patterns)
         self.lanes = plan_lanes(self._plan)
         self.inputs = self._plan.inputs
-        description = ModelDescription.from_module(model)
         names = [(p.name, p.same_as or p.name) for p in description.parameters]
         plans = [lane_plan(self._plan, lane, names) for lane in self.lanes]
         self._prepare_groups(plans)
@@ -115,7 +125,7 @@ class Runner:
         if index is None:
             return None
         mine = LaneRank(self.model, self._state, plans[index], self._loss_fn, self._options)
-        rows = mine.schedule(self._schedule_name, max(self._counts[index], 1)).rows
+        rows = mine.schedule(self._schedule_name, self._counts[index] or DEFAULT_MICROBATCHES).rows
         choices = ("activation_checkpointing", "activation_offload")
         checkpointed, offloaded = (
             chosen_stages(name, getattr(self._options, name), self.lanes, index) for name in choices
@@ -232,6 +242,7 @@ class Runner:
 
     def sync_gradients(self) -> None:
         """Add what steps without ``sync`` left in the stages to the parameters' gradients; every rank calls it."""
+        self._check_plan()
         with self._guard.step(self._let_go):
             found = self._optimized.homes()
             if self._mine is not None:
@@ -247,9 +258,18 @@ class Runner:
 
     def _take(self, batch: Any, lanes: Any, source: int | None) -> list[MicroBatch]:
         """Return this rank's micro-batches. What is wrong with the call raises here, alike on every rank."""
+        self._check_plan()
         losses.check_auxiliary(self.model)
         self._compiled.look()
         return self._feed.take(batch, lanes, source)
+
+    def _check_plan(self) -> None:
+        """Raise if the model has been switched to another plan, on every rank alike."""
+        if self._state.plan is not self._plan:
+            raise PlanError(
+                "the model was switched to another plan since this Runner was made. Make a new one by that plan: "
+                "Runner(model, plan, ...); the optimizer that was switched along goes on."
+            )
 
     def _bring_home(self, found: Sequence[Home], *, is_again: bool) -> None:
         self._guard.doing("the synchronization of gradients")
@@ -286,7 +306,7 @@ class Runner:
                 mine.gradients.before(action)
 
         surroundings = Surroundings(parts, note)
-        is_late, counted, problem = False, Totals(), None
+        is_late, counted, problem, means = False, Totals(), None, totals.NO_MEANS
         if mine is not None:
             row = mine.forward_row(len(parts))
             if loss_scale is not None:
@@ -295,9 +315,11 @@ class Runner:
                 mine.gradients.begin(found, row)
             mine.run(row, parts, surroundings, loss_scale=loss_scale, recording=self._recording)
             is_late = found is not None and mine.gradients.flush()
-            counted, problem = mine.counted(), mine.problem
+            counted, problem, means = mine.counted(), mine.problem, mine.means
         self._guard.doing("the sum of losses")
-        return totals.gather(counted, surroundings, has_failed=problem is not None, is_late=is_late)
+        return totals.gather(
+            counted, surroundings, has_failed=problem is not None, is_late=is_late, means=means
+        )
 
     def _let_go(self) -> None:
         if self._mine is not None:
@@ -310,4 +332,6 @@ class Runner:
             problem, self._mine.problem = self._mine.problem, None
         if end.has_failed:
             self.drop_gradients()
+            if end.problem is not None:
+                raise end.problem
             exchange("Runner.step", None, problem)

@@ -57,8 +57,10 @@ class OptimizerTargets:
         """
         if self._homes is None:
             if self._zero:
-                self._masters = ShardedMasters(self._model, free_bytes)
-                masters.register(self._model, self._masters)
+                self._masters = self._known_masters() if free_bytes is None else None
+                if self._masters is None:
+                    self._masters = ShardedMasters(self._model, free_bytes)
+                    masters.register(self._model, self._masters)
             parameters: list[Any] = list(self._model.parameters())
             by_parameter = None if self._masters is None else self._masters.by_parameter
             found = homes(parameters, by_parameter)
@@ -67,3 +69,11 @@ class OptimizerTargets:
         elif self._masters is not None:
             self._masters.follow_parameters(only_written=True)
         return self._homes
+
+    def _known_masters(self) -> ShardedMasters | None:
+        """Return the masters that an earlier runner made: an optimizer that holds them goes on with this one."""
+        found = masters.registered(self._model)
+        if isinstance(found, ShardedMasters) and found.fits(self._model):
+            found.follow_parameters(only_written=True)
+            return found
+        return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from hdtensor.api.agreement import communicates
 from hdtensor.api.parameters import device_of
 from hdtensor.collectives import groups
+from hdtensor.pipeline.runtime.losses import check_means
 from hdtensor.pipeline.runtime.surroundings import Surroundings
 
 
@@ -35,6 +38,10 @@ class Totals:
         return torch.tensor(self.loss / self.count if self.count else float("nan"))
 
 
+#: Of a rank that knows no mean: the least and the most targets of none.
+NO_MEANS = (math.inf, -math.inf)
+
+
 class End(NamedTuple):
     """What all ranks learn at the end of a step.
 
@@ -42,14 +49,23 @@ class End(NamedTuple):
         total: Losses and counts of all ranks.
         has_failed: Whether a loss failed somewhere.
         is_late: Whether some rank has gradients that came after their bucket had gone.
+        problem: Why the losses of all ranks are no mean.
     """
 
     total: Totals
     has_failed: bool
     is_late: bool
+    problem: Exception | None
 
 
-def gather(mine: Totals, surroundings: Surroundings, *, has_failed: bool, is_late: bool) -> End:
+def gather(
+    mine: Totals,
+    surroundings: Surroundings,
+    *,
+    has_failed: bool,
+    is_late: bool,
+    means: tuple[float, float],
+) -> End:
     """Return what all ranks learn; every rank of the world calls it.
 
     Afterwards torch's generator of the CPU stands on every rank where the model's call for the whole batch would have
@@ -60,14 +76,16 @@ def gather(mine: Totals, surroundings: Surroundings, *, has_failed: bool, is_lat
         surroundings: Of the micro-batches that it ran.
         has_failed: Whether its loss failed.
         is_late: Whether it has late gradients.
+        means: The least and the most targets of its micro-batches of whose losses the mean alone is known.
     """
     before, after = surroundings.before, surroundings.after
     if not communicates():
         torch.set_rng_state(before if after is None else after)
-        return End(mine, has_failed, is_late)
+        problem = _problem([means])
+        return End(mine, has_failed or problem is not None, is_late, problem)
     has_drawn = after is not None and not torch.equal(before, after)
     flags = [after is not None, has_drawn, has_failed, is_late]
-    row = [mine.loss, mine.count, *map(float, flags)]
+    row = [mine.loss, mine.count, *map(float, flags), *means]
     table = torch.zeros(dist.get_world_size(), len(row), dtype=torch.float64)
     table[dist.get_rank()] = torch.tensor(row, dtype=torch.float64)
     table = table.to(device_of(None))
@@ -81,4 +99,13 @@ def gather(mine: Totals, surroundings: Surroundings, *, has_failed: bool, is_lat
         state = sent.cpu()
     torch.set_rng_state(state)
     total = Totals(sum(told[0] for told in rows), sum(told[1] for told in rows))
-    return End(total, any(told[4] for told in rows), any(told[5] for told in rows))
+    problem = _problem([(told[6], told[7]) for told in rows])
+    has_failed = problem is not None or any(told[4] for told in rows)
+    return End(total, has_failed, any(told[5] for told in rows), problem)
+
+
+def _problem(means: Sequence[tuple[float, float]]) -> Exception | None:
+    known = [pair for pair in means if pair != NO_MEANS]
+    if not known:
+        return None
+    return check_means(min(least for least, _ in known), max(most for _, most in known))

@@ -33,6 +33,9 @@ SCHEDULES: Mapping[str, Callable[[Places, int], Schedule]] = MappingProxyType(
 #: Names of ``torch.distributed.pipelining`` -> ours.
 _TORCH_NAMES = {"zbvzerobubble": "ZBV"}
 
+#: Micro-batches of a lane whose plan does not say how many.
+DEFAULT_MICROBATCHES = 8
+
 _MAX_MICROBATCHES = 1 << 20
 
 
