@@ -140,8 +140,11 @@ class Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module in the best way known for these inputs."""
         if self.sync.is_plain:  # nobody's hooks are there, nor a region around this one
-            if self._holds_part():
-                return self.plain_forward.run(*args, **kwargs)
+            if self._is_held is None:
+                self._is_held = any(p.is_local for p in self.places.parameters)
+            if self._is_held:
+                run = self.plain_forward.run if self.plain_forward.is_compiled else self.forward
+                return run(*args, **kwargs)
         elif self._must_stay_out():
             return self.plain_forward(*args, **kwargs)
         return self._call(args, kwargs)
@@ -176,12 +179,6 @@ class Region:
                     return self._skip(layout, args, kwargs, inputs, outs)
                 return self._run(layout, args, kwargs, outs)
         return self._learn(layout, args, kwargs, inputs)
-
-    def _holds_part(self) -> bool:
-        """Whether this rank has a part of a parameter of the module."""
-        if self._is_held is None:
-            self._is_held = any(p.is_local for p in self.places.parameters)
-        return self._is_held
 
     def _must_stay_out(self) -> bool:
         """Whether the module runs op by op whatever is known of it; on plain tensors, if one around it does.

@@ -89,7 +89,6 @@ class StepGradients:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._num_started = 0
-        self._hears = True
         #: Homes, which live as long as their model -> the leaf whose gradient is theirs as it is.
         self._only_leaf: dict[int, HDTensor | None] = {}
         self._planned: (
@@ -111,7 +110,6 @@ class StepGradients:
             if found is not None and found.tensor.grad is not None:
                 return None
             found = self._plain[id(leaf)] = PlainLeaf(leaf, spec, self.note)
-            found.listen(is_on=self._hears)
         return found.tensor if found.spec is spec else None
 
     def whole_leaf(self, leaf: HDTensor) -> torch.Tensor | None:
@@ -160,12 +158,6 @@ class StepGradients:
         self._stage = action.stage
         if action.kind in _LAST_KINDS:
             self._left[action.stage] -= 1
-            # Of what is known to be no last gradient nobody has to hear.
-            hears = not self._is_learned or not self._left[action.stage]
-            if hears is not self._hears:
-                self._hears = hears
-                for plain in self._plain.values():
-                    plain.listen(is_on=hears)
 
     def note(self, leaf: torch.Tensor) -> None:
         """Note that a leaf's gradient grew."""

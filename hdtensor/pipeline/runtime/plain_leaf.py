@@ -15,7 +15,7 @@ from hdtensor.tensor import HDTensor
 class PlainLeaf:
     """A leaf's local tensor as a plain leaf of the same memory, whose gradients autograd adds up without our help."""
 
-    __slots__ = ("_bound", "_hooks", "_kept", "spec", "tensor")
+    __slots__ = ("_bound", "spec", "tensor")
 
     def __init__(self, leaf: HDTensor, spec: HDSpec, note: Callable[[torch.Tensor], None]) -> None:
         self.spec = spec
@@ -23,16 +23,8 @@ class PlainLeaf:
         self.tensor = leaf._local_tensor.detach().requires_grad_()
         self.tensor.grad_dtype = leaf.grad_dtype
         self.tensor.register_post_accumulate_grad_hook(lambda _: note(leaf))  # type: ignore[no-untyped-call]
-        self._hooks = self.tensor._post_accumulate_grad_hooks
-        self._kept = dict(self._hooks)
         dtype = leaf.grad_dtype or leaf.dtype
         self._bound = BoundSpec.of(spec, bound.shape, bound.stride, dtype, bound.top_sizes)
-
-    def listen(self, *, is_on: bool) -> None:
-        """Have somebody be told of gradients, or nobody, which is cheaper."""
-        self._hooks.clear()
-        if is_on:
-            self._hooks.update(self._kept)
 
     def stands_for(self, leaf: HDTensor) -> bool:
         """Whether it still has the leaf's memory."""

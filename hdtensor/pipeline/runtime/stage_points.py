@@ -116,10 +116,10 @@ def _has_foreign(value: Any, spec: HDSpec) -> bool:
     kind = type(value)
     if kind is HDTensor:
         return value._spec.spec is not spec
-    if kind is tuple or kind is list:
-        return any(_has_foreign(v, spec) for v in value)
-    if kind is dict:
-        return any(_has_foreign(v, spec) for v in value.values())
+    if kind is tuple or kind is list or kind is dict:
+        for inner in value.values() if kind is dict else value:
+            if type(inner) is not torch.Tensor and inner is not None and _has_foreign(inner, spec):
+                return True
     return False
 
 
