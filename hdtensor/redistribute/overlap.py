@@ -86,11 +86,8 @@ def start(
 
     Arguments are those of ``Moving``. Where a rank only sends or receives one whole tensor it does without buffers.
     """
-    if observe.listeners:
-        with observe.because("redistribute (backward)" if reverse else "redistribute"):
-            return Moving(plan, local, reverse=reverse, channel=channel)
     whole = _whole_message(plan, current_rank())
-    if whole is None or not is_host_only() or not local.is_contiguous():
+    if whole is None or observe.listeners or not is_host_only() or not local.is_contiguous():
         return Moving(plan, local, reverse=reverse, channel=channel)
     if whole.is_sent:
         sent = jobs.plain(local.detach())

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from hdtensor._torch_compat import new_wrapper
+from hdtensor.collectives import observe
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.generate import empty_like_local
 from hdtensor.ops.special.move import gradient_spec
@@ -187,9 +188,9 @@ def send(x: torch.Tensor, path: Route, channel: int) -> Departure:
 
     def receive() -> Pending:
         nothing = empty_like_local(x.dtype, local.device)
-        return overlap.start(path.back, nothing, reverse=True, channel=channel)
+        return _start(path.back, nothing, reverse=True, channel=channel)
 
-    return Departure(x, path.home, overlap.start(path.there, local, channel=channel), receive)
+    return Departure(x, path.home, _start(path.there, local, channel=channel), receive)
 
 
 def receive(x: HDTensor, path: Route, channel: int, coming: Pending, *, is_plain: bool) -> Arrival:
@@ -204,7 +205,7 @@ def receive(x: HDTensor, path: Route, channel: int, coming: Pending, *, is_plain
     """
 
     def send_back(local: torch.Tensor) -> Pending:
-        return overlap.start(path.back, local, reverse=True, channel=channel)
+        return _start(path.back, local, reverse=True, channel=channel)
 
     return Arrival(
         waiting(coming), path, send_back, requires_grad=x.requires_grad, is_plain=is_plain
@@ -221,7 +222,17 @@ def waiting(pending: Callable[[], _T]) -> _T:
 
 def expect(path: Route, device: torch.device, channel: int) -> Pending:
     """Start receiving a tensor."""
-    return overlap.start(path.there, empty_like_local(path.after.dtype, device), channel=channel)
+    return _start(path.there, empty_like_local(path.after.dtype, device), channel=channel)
+
+
+def _start(
+    plan: RedistributePlan, local: torch.Tensor, *, reverse: bool = False, channel: int
+) -> Pending:
+    """Start moving a tensor; tell who counts or compares communication why."""
+    if not observe.listeners:
+        return overlap.start(plan, local, reverse=reverse, channel=channel)
+    with observe.because("redistribute (backward)" if reverse else "redistribute"):
+        return overlap.start(plan, local, reverse=reverse, channel=channel)
 
 
 def hand_over(x: HDTensor, path: Route) -> tuple[Departure, Arrival]:
