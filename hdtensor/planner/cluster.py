@@ -59,7 +59,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not self.nodes or any(node.num_devices < 1 for node in self.nodes):
-            raise PlannerError("nodes: a cluster has one node or more, each with one device or more.")
+            raise PlannerError(
+                "nodes: a cluster has one node or more, each with one device or more."
+            )
 
     @property
     def num_ranks(self) -> int:
