@@ -34,6 +34,8 @@ class Node:
         inside: The link between two of them.
         name: A host name, or "".
         zone: Nodes of unlike zones may have slower links.
+        uplink: Bytes per second, one direction, that all devices of the node share towards other nodes;
+            None if each has the whole bandwidth of its own link, as with one network card a device.
     """
 
     device: Device
@@ -41,6 +43,7 @@ class Node:
     inside: Link
     name: str = ""
     zone: str = ""
+    uplink: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,27 +54,26 @@ class Cluster:
         nodes: The nodes.
         between: The link of one device to a device of another node.
         links: Links of other speed: (one, other) -> link, by names of zones, or of devices.
+        first_ranks: The first rank of each node; found, not given.
     """
 
     nodes: tuple[Node, ...]
     between: Link
     links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    first_ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.nodes or any(node.num_devices < 1 for node in self.nodes):
             raise PlannerError(
                 "nodes: a cluster has one node or more, each with one device or more."
             )
+        firsts = (0, *accumulate(node.num_devices for node in self.nodes))[:-1]
+        object.__setattr__(self, "first_ranks", firsts)
 
     @property
     def num_ranks(self) -> int:
         """How many devices there are."""
         return sum(node.num_devices for node in self.nodes)
-
-    @property
-    def first_ranks(self) -> tuple[int, ...]:
-        """The first rank of each node."""
-        return (0, *accumulate(node.num_devices for node in self.nodes))[:-1]
 
     def ranks_of(self, node: int) -> range:
         """Return the ranks of a node, by its number."""

@@ -41,6 +41,20 @@ class UnitSeconds(NamedTuple):
     backward: float
 
 
+class LayerSpan(NamedTuple):
+    """Layers one after another, and whether the units before and behind all layers are with them.
+
+    Attributes:
+        num_layers: Decoder layers.
+        is_first: Whether the embedding is with them.
+        is_last: Whether the head is with them.
+    """
+
+    num_layers: int
+    is_first: bool = False
+    is_last: bool = False
+
+
 class StageMemory(NamedTuple):
     """Bytes on each rank of a stage, all but what depends on how many ranks share optimizer state.
 
@@ -71,21 +85,25 @@ class CostModel(ABC):
         """Return the seconds of a micro-batch's hidden states, or their gradient, over a link."""
 
     @abstractmethod
-    def memory(
-        self, group: StageGroup, num_layers: int, mbs: int, *, is_first: bool, is_last: bool
-    ) -> StageMemory:
-        """Return the bytes on each rank of a stage."""
+    def memory(self, group: StageGroup, layers: LayerSpan, mbs: int) -> StageMemory:
+        """Return the bytes on each rank of a stage that holds these layers."""
 
     @abstractmethod
-    def synchronize(self, num_layers: int, groups: tuple[StageGroup, ...], link: Link) -> float:
-        """Return the seconds of summing the gradients of layers that these stages hold, and gathering parameters.
+    def synchronize(self, shares: tuple[StageGroup, ...], layers: LayerSpan, link: Link) -> float:
+        """Return the seconds of summing gradients over copies of layers, and of gathering parameters.
 
         Args:
-            num_layers: Decoder layers.
-            groups: The stages that hold copies; one alone has nothing to sum.
-            link: The slowest link between them.
+            shares: The stages that hold copies; one alone has nothing to sum.
+            layers: What they hold in common.
+            link: The slowest link between them, as fast as it is while all their ranks use it.
         """
 
     @abstractmethod
-    def update(self, group: StageGroup, num_layers: int, num_ranks: int) -> float:
-        """Return the seconds of the optimizer for layers whose state is cut over a number of ranks."""
+    def update(self, group: StageGroup, layers: LayerSpan, num_copies: int) -> float:
+        """Return the seconds of the optimizer on each rank of a stage.
+
+        Args:
+            group: The stage.
+            layers: What it holds.
+            num_copies: Copies of the layers; ZeRO divides the work among them.
+        """

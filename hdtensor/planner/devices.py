@@ -28,6 +28,9 @@ class Device:
     link_bandwidth: float
     source: str
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # ``flops`` is a mapping, which has no hash
+
     def flops_of(self, dtype: str) -> float:
         """Return dense operations per second with an element type.
 
