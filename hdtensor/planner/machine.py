@@ -82,7 +82,7 @@ def cluster_of_slurm(
     environ = os.environ if environ is None else environ
     kind, num_devices = _slurm_devices(environ)
     if num_devices is not None:
-        sizes = [num_devices] * _slurm_nodes(environ)
+        sizes = [num_devices] * min(_slurm_nodes(environ), 1 + MAX_RANKS // num_devices)
     else:
         with planner_errors():
             nodes = nodes_from_environment(
