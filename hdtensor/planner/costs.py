@@ -73,6 +73,19 @@ class StageMemory(NamedTuple):
     buffers: float
 
 
+class RuntimeTraits(NamedTuple):
+    """What depends on the software that trains.
+
+    Attributes:
+        is_blocking: Whether sender and receiver do nothing else during a message.
+        start: Seconds of a step before a lane of several stages begins its passes, and after it ends them:
+            agreeing on the loss, the first launches.
+    """
+
+    is_blocking: bool = False
+    start: float = 0.0
+
+
 class CostModel(ABC):
     """Seconds and bytes of one model and workload on any stage. All numbers depend only on the arguments."""
 
@@ -107,3 +120,7 @@ class CostModel(ABC):
             layers: What it holds.
             num_copies: Copies of the layers; ZeRO divides the work among them.
         """
+
+    def runtime(self) -> RuntimeTraits:
+        """Return what depends on the software; that of this package sends while it computes."""
+        return RuntimeTraits()

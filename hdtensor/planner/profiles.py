@@ -29,7 +29,7 @@ _MOST = 1 << 40
 
 
 class UnitTime(NamedTuple):
-    """What one rank takes for its part of a unit, communication left out.
+    """What one rank takes for its part of a unit; communication is left out, but where the profile says so.
 
     Attributes:
         unit: Which unit.
@@ -68,6 +68,26 @@ class TransferTime(NamedTuple):
     link: str = "inside"
 
 
+class UnitSize(NamedTuple):
+    """What one rank's part of a unit needs.
+
+    Attributes:
+        unit: Which unit.
+        tp: Degree of tensor parallelism.
+        context: Tokens of a sample.
+        parameter_bytes: Of the rank's part.
+        activation_bytes: What one sample keeps for backward.
+        output_bytes: Of one sample's output, whole.
+    """
+
+    unit: ProfiledUnit
+    tp: int
+    context: int
+    parameter_bytes: int
+    activation_bytes: int
+    output_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Measurements of one model on one kind of device.
@@ -79,6 +99,8 @@ class Profile:
         units: Seconds of units.
         transfers: Seconds of transfers.
         machine: What ran and on what: names and versions.
+        sizes: Bytes of units.
+        has_collectives: Whether the units' seconds contain the collectives of tensor parallelism.
     """
 
     device: str
@@ -87,6 +109,8 @@ class Profile:
     units: tuple[UnitTime, ...] = ()
     transfers: tuple[TransferTime, ...] = ()
     machine: Mapping[str, str] = field(default_factory=dict)
+    sizes: tuple[UnitSize, ...] = ()
+    has_collectives: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as JSON values."""
@@ -103,6 +127,8 @@ class Profile:
             "machine": dict(self.machine),
             "units": [_without_none(time._asdict()) for time in self.units],
             "transfers": [time._asdict() for time in self.transfers],
+            **({"sizes": [size._asdict() for size in self.sizes]} if self.sizes else {}),
+            **({"has_collectives": True} if self.has_collectives else {}),
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -137,7 +163,8 @@ class Profile:
         with planner_errors():
             value = check_object("profile", value)
             names = ("version", "device", "precision", "model", "machine", "units", "transfers")
-            _check_fields("profile", value, names)
+            optional = {"sizes": (), "has_collectives": False}
+            _check_fields("profile", {**optional, **value}, (*names, *optional))
             whole_number("version", value["version"], VERSION, VERSION)
             machine = {
                 check_text("machine", key): check_text(f"machine.{key}", item)
@@ -150,6 +177,10 @@ class Profile:
                 units=_entries("units", value["units"], _unit_time),
                 transfers=_entries("transfers", value["transfers"], _transfer_time),
                 machine=machine,
+                sizes=_entries("sizes", value.get("sizes", ()), _unit_size),
+                has_collectives=_word(
+                    "has_collectives", value.get("has_collectives", False), (False, True)
+                ),
             )
 
 
@@ -201,6 +232,15 @@ def _unit_time(path: str, value: Mapping[str, Any]) -> UnitTime:
     )
 
 
+def _unit_size(path: str, value: Mapping[str, Any]) -> UnitSize:
+    _check_fields(path, value, UnitSize._fields)
+    numbers = {
+        name: whole_number(f"{path}.{name}", value[name], name in ("tp", "context"), _MOST)
+        for name in UnitSize._fields[1:]
+    }
+    return UnitSize(_word(f"{path}.unit", value["unit"], get_args(ProfiledUnit)), **numbers)
+
+
 def _transfer_time(path: str, value: Mapping[str, Any]) -> TransferTime:
     _check_fields(path, {"link": "inside", **value}, TransferTime._fields)
     return TransferTime(
@@ -217,6 +257,7 @@ def _seconds(path: str, value: Any) -> float:
 
 
 def _word(path: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    if value not in allowed:
-        raise PlannerError(f"{path}: must be one of {', '.join(allowed)}, got {shown(value)}.")
+    if not isinstance(value, type(allowed[0])) or value not in allowed:
+        names = ", ".join(map(str, allowed))
+        raise PlannerError(f"{path}: must be one of {names}, got {shown(value)}.")
     return value

@@ -73,7 +73,13 @@ def simulate_strategy(
         seconds = lane_times(choice, stages, cluster, costs)
         lane = Lane.chain([stage.choice.ranks for stage in stages])
         schedule = build_schedule(workload.schedule, lane, choice.num_microbatches)
-        runs.append(LaneRun(lane=lane, schedule=schedule, durations=durations(seconds)))
+        run = LaneRun(
+            lane=lane,
+            schedule=schedule,
+            durations=durations(seconds),
+            is_blocking=costs.runtime().is_blocking,
+        )
+        runs.append(run)
         memory.update(rank_memory(stages, in_flight(schedule), choice.mbs, costs, num_sharers))
         times.append(seconds)
     timeline = simulate(runs, _events(strategy, placed, shares, cluster, costs))
@@ -94,14 +100,21 @@ def step_seconds(
         raise PlannerError(
             f"schedule: the fast way knows 1F1B, not {workload.schedule!r}. Use simulate_strategy."
         )
+    traits = costs.runtime()
+    if traits.is_blocking:
+        raise PlannerError(
+            "costs: the fast way is for messages beside the passes, but these costs are of a runtime whose "
+            "messages block. Use simulate_strategy."
+        )
     check_batch(strategy, workload)
     placed = place_lanes(strategy, cluster)
     shares = find_shares(placed)
     free = {}
     for choice, stages in zip(strategy.lanes, placed, strict=True):
+        start = traits.start if len(stages) > 1 else 0.0
         ends = end_times(lane_times(choice, stages, cluster, costs), choice.num_microbatches)
         for stage, end in zip(stages, ends, strict=True):
-            free[stage.choice.ranks] = end
+            free[stage.choice.ranks] = start + end
     if len(placed) > 1:
         for share, seconds in zip(
             shares, sync_seconds(shares, placed, cluster, costs), strict=True
@@ -145,10 +158,15 @@ def _events(
     costs: CostModel,
 ) -> list[Event]:
     events = []
+    start = costs.runtime().start
+    for lane in placed:
+        if start and len(lane) > 1:
+            ranks = {rank for stage in lane for rank in stage.choice.ranks}
+            events.append(Event("start", "gather", start, tuple(sorted(ranks)), "before"))
     if len(strategy.lanes) > 1:
         seconds = sync_seconds(shares, placed, cluster, costs)
         for share, each in zip(shares, seconds, strict=True):
-            ranks = tuple(rank for stage in share.stages for rank in stage.choice.ranks)
+            ranks = {rank for stage in share.stages for rank in stage.choice.ranks}
             events.append(Event("gradient sync", "sync", each, tuple(sorted(ranks))))
     for stages in placed:
         for stage in stages:
