@@ -93,6 +93,10 @@ class CostModel(ABC):
     def seconds(self, unit: Unit, group: StageGroup, mbs: int) -> UnitSeconds:
         """Return what a unit takes for a micro-batch of ``mbs`` samples."""
 
+    def terms(self, unit: Unit, group: StageGroup, mbs: int) -> dict[str, UnitSeconds]:
+        """Return what ``seconds`` is made of: name of a part -> its seconds. They add up to it."""
+        return {"all": self.seconds(unit, group, mbs)}
+
     @abstractmethod
     def message(self, sender: StageGroup, receiver: StageGroup, link: Link, mbs: int) -> float:
         """Return the seconds of a micro-batch's hidden states, or their gradient, over a link."""
