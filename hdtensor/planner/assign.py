@@ -145,12 +145,14 @@ def _caps(lanes: Sequence[LaneLoad], most: Sequence[int], seconds: float) -> lis
     """Return how many micro-batches beside the first one each lane can do in a time."""
     caps = []
     for lane, high in zip(lanes, most, strict=True):
-        fits = bisect_left(
-            range(high + 1),
-            True,
-            key=lambda more, lane=lane: lane.beside + (more + 1) * lane.per_microbatch > seconds,
-        )
-        caps.append(max(0, fits - 1))
+        low = 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            if lane.beside + (middle + 1) * lane.per_microbatch <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        caps.append(low)
     return caps
 
 
