@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hdtensor.errors import PlannerError
 from hdtensor.pipeline.lanes import Lane
 from hdtensor.pipeline.schedule.choose import build_schedule
 from hdtensor.pipeline.schedule.simulate import Durations, Event, LaneRun, simulate
-from hdtensor.pipeline.schedule.timeline import Timeline
+from hdtensor.pipeline.schedule.timeline import Span, Timeline
+from hdtensor.planner.attribution import LaneSeconds, attribute, critical_path
 from hdtensor.planner.cluster import Cluster
 from hdtensor.planner.costs import CostModel
 from hdtensor.planner.decompose import (
@@ -22,7 +23,7 @@ from hdtensor.planner.decompose import (
 )
 from hdtensor.planner.lane_times import LaneTimes, end_times
 from hdtensor.planner.memory import RankMemory, in_flight, rank_memory
-from hdtensor.planner.strategy import LaneChoice, Strategy
+from hdtensor.planner.strategy import Strategy
 from hdtensor.planner.workload import Workload
 
 
@@ -35,12 +36,28 @@ class Prediction:
         timeline: All that happens in it.
         memory: Bytes on each rank that has a part.
         lanes: What each lane's stages take.
+        runs: What the simulator was given: each lane's schedule and durations.
+        events: What it was given beside the passes.
     """
 
     seconds: float
     timeline: Timeline
     memory: Mapping[int, RankMemory]
     lanes: tuple[LaneTimes, ...]
+    runs: tuple[LaneRun, ...]
+    events: tuple[Event, ...]
+
+    def attribution(self) -> tuple[LaneSeconds, ...]:
+        """Return what the seconds of the step go to, for each lane. It takes one more simulation."""
+        quiet = [
+            replace(run, durations=replace(run.durations, message={}, latency=0.0))
+            for run in self.runs
+        ]
+        return attribute(self.timeline, simulate(quiet, self.events))
+
+    def critical_path(self) -> tuple[Span, ...]:
+        """Return a chain of spans from the start to the end of the step that sets its length."""
+        return critical_path(self.timeline)
 
     def overfull(self, cluster: Cluster) -> dict[int, float]:
         """Return the ranks whose memory is too small, and by how many bytes."""
@@ -82,9 +99,15 @@ def simulate_strategy(
         runs.append(run)
         memory.update(rank_memory(stages, in_flight(schedule), choice.mbs, costs, num_sharers))
         times.append(seconds)
-    timeline = simulate(runs, _events(strategy, placed, shares, cluster, costs))
+    events = tuple(_events(strategy, placed, shares, cluster, costs))
+    timeline = simulate(runs, events)
     return Prediction(
-        seconds=timeline.seconds, timeline=timeline, memory=memory, lanes=tuple(times)
+        seconds=timeline.seconds,
+        timeline=timeline,
+        memory=memory,
+        lanes=tuple(times),
+        runs=tuple(runs),
+        events=events,
     )
 
 
@@ -173,10 +196,3 @@ def _events(
             each = costs.update(stage.group, stage.layers, len(placed))
             events.append(Event("optimizer", "optimizer", each, stage.choice.ranks))
     return events
-
-
-def lane_seconds(
-    choice: LaneChoice, stages: tuple[PlacedStage, ...], cluster: Cluster, costs: CostModel
-) -> float:
-    """Return when a lane with 1F1B has done all its passes."""
-    return max(end_times(lane_times(choice, stages, cluster, costs), choice.num_microbatches))
