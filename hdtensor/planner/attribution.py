@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from hdtensor.errors import PlannerError
@@ -153,7 +154,7 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
         chain.append(after)
         seen.add(after)
         before = [each for each in ends[after.start] if each not in seen and _feeds(each, after)]
-        found = sorted(before, key=lambda each, after=after: _distance(each, after))[:1]
+        found = sorted(before, key=partial(_distance, after))[:1]
     return tuple(reversed(chain))
 
 
@@ -162,7 +163,7 @@ def _feeds(before: Span, after: Span) -> bool:
     return before.start <= after.start and not set(before.ranks).isdisjoint(after.ranks)
 
 
-def _distance(before: Span, after: Span) -> tuple[bool, bool]:
+def _distance(after: Span, before: Span) -> tuple[bool, bool]:
     """Return what to prefer least: a message, then another micro-batch's message or pass beside a message."""
     is_message = before.kind == "message"
     has_message = is_message or after.kind == "message"

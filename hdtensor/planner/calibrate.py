@@ -12,7 +12,7 @@ from hdtensor.errors import PlannerError
 from hdtensor.planner.cluster import Cluster
 from hdtensor.planner.profiled import ProfiledCosts, RuntimeConstants
 from hdtensor.planner.roofline import RooflineCosts
-from hdtensor.planner.simulate import simulate_strategy
+from hdtensor.planner.simulate import step_seconds, strategy_memory
 from hdtensor.planner.strategy import Strategy
 
 
@@ -52,12 +52,21 @@ class StepErrors(NamedTuple):
 
 def step_errors(step: MeasuredStep, constants: RuntimeConstants) -> StepErrors:
     """Return how far the prediction of a step is from what was measured."""
+    return StepErrors(_seconds_error(step, constants), _memory_error(step, constants))
+
+
+def _seconds_error(step: MeasuredStep, constants: RuntimeConstants) -> float:
     costs = replace(step.costs, constants=constants)
-    prediction = simulate_strategy(step.strategy, step.cluster, costs, costs.roofline.workload)
-    memory = None
-    if step.memory_bytes is not None:
-        memory = max(need.total for need in prediction.memory.values()) / step.memory_bytes - 1
-    return StepErrors(prediction.seconds / step.seconds - 1, memory)
+    predicted = step_seconds(step.strategy, step.cluster, costs, costs.roofline.workload)
+    return predicted / step.seconds - 1
+
+
+def _memory_error(step: MeasuredStep, constants: RuntimeConstants) -> float | None:
+    if step.memory_bytes is None:
+        return None
+    costs = replace(step.costs, constants=constants)
+    memory = strategy_memory(step.strategy, step.cluster, costs, costs.roofline.workload)
+    return max(need.total for need in memory.values()) / step.memory_bytes - 1
 
 
 def fit_runtime(steps: Sequence[MeasuredStep], first: RuntimeConstants) -> RuntimeConstants:
@@ -79,11 +88,15 @@ def fit_runtime(steps: Sequence[MeasuredStep], first: RuntimeConstants) -> Runti
         raise PlannerError(
             f"steps: three measured steps or more are needed for as many numbers, got {len(steps)}."
         )
+
+    def with_times(values: Mapping[str, float]) -> RuntimeConstants:
+        return replace(first, message=values["message"], start=values["start"])
+
     timed = _coordinate_search(
         {"message": first.message or 1e-4, "start": first.start or 1e-2},
-        lambda values: _mean_error(steps, replace(first, **values), "seconds"),
+        lambda values: _mean_error([_seconds_error(step, with_times(values)) for step in steps]),
     )
-    constants = replace(first, **timed)
+    constants = with_times(timed)
     groups = sorted(set(constants.reserved_bytes.values()))
     names = {
         f"reserved {i}": [n for n, b in constants.reserved_bytes.items() if b == each]
@@ -97,13 +110,12 @@ def fit_runtime(steps: Sequence[MeasuredStep], first: RuntimeConstants) -> Runti
     start = {f"reserved {i}": each for i, each in enumerate(groups)}
     found = _coordinate_search(
         {**start, "workspace": constants.workspace or 0.1},
-        lambda values: _mean_error(steps, with_memory(values), "memory"),
+        lambda values: _mean_error([_memory_error(step, with_memory(values)) for step in steps]),
     )
     return with_memory(found)
 
 
-def _mean_error(steps: Sequence[MeasuredStep], constants: RuntimeConstants, what: str) -> float:
-    errors = [getattr(step_errors(step, constants), what) for step in steps]
+def _mean_error(errors: Sequence[float | None]) -> float:
     return float(np.mean([abs(error) for error in errors if error is not None] or [0.0]))
 
 
@@ -155,7 +167,7 @@ def calibrate(
         return replace(costs, slowness={**costs.slowness, **slowness})
 
     def step(factor: float) -> float:
-        return simulate_strategy(strategy, cluster, slowed(factor), costs.workload).seconds
+        return step_seconds(strategy, cluster, slowed(factor), costs.workload)
 
     low, high = 0.0, 1.0
     if step(low) >= seconds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from hdtensor.errors import PlannerError
 from hdtensor.pipeline.lanes import Lane
@@ -11,6 +12,7 @@ from hdtensor.pipeline.schedule.choose import build_schedule
 from hdtensor.pipeline.schedule.simulate import Durations, Event, LaneRun, simulate
 from hdtensor.pipeline.schedule.timeline import Span, Timeline
 from hdtensor.planner.attribution import LaneSeconds, attribute, critical_path
+from hdtensor.planner.blocking_times import blocking_end_times
 from hdtensor.planner.cluster import Cluster
 from hdtensor.planner.costs import CostModel
 from hdtensor.planner.decompose import (
@@ -114,28 +116,22 @@ def simulate_strategy(
 def step_seconds(
     strategy: Strategy, cluster: Cluster, costs: CostModel, workload: Workload
 ) -> float:
-    """Return the seconds of a step with 1F1B: ``simulate_strategy``'s number, hundreds of times faster.
+    """Return the seconds of a step: ``simulate_strategy``'s number, with 1F1B hundreds of times faster.
 
     Raises:
-        PlannerError: If the strategy does not fit the cluster or the batch, or the schedule is another.
+        PlannerError: If the strategy does not fit the cluster or the batch.
     """
     if workload.schedule.lower() != "1f1b":
-        raise PlannerError(
-            f"schedule: the fast way knows 1F1B, not {workload.schedule!r}. Use simulate_strategy."
-        )
+        return simulate_strategy(strategy, cluster, costs, workload).seconds
     traits = costs.runtime()
-    if traits.is_blocking:
-        raise PlannerError(
-            "costs: the fast way is for messages beside the passes, but these costs are of a runtime whose "
-            "messages block. Use simulate_strategy."
-        )
+    passes_end = blocking_end_times if traits.is_blocking else end_times
     check_batch(strategy, workload)
     placed = place_lanes(strategy, cluster)
     shares = find_shares(placed)
     free = {}
     for choice, stages in zip(strategy.lanes, placed, strict=True):
         start = traits.start if len(stages) > 1 else 0.0
-        ends = end_times(lane_times(choice, stages, cluster, costs), choice.num_microbatches)
+        ends = passes_end(lane_times(choice, stages, cluster, costs), choice.num_microbatches)
         for stage, end in zip(stages, ends, strict=True):
             free[stage.choice.ranks] = start + end
     if len(placed) > 1:
@@ -149,6 +145,30 @@ def step_seconds(
         for stages in placed
         for stage in stages
     )
+
+
+def strategy_memory(
+    strategy: Strategy, cluster: Cluster, costs: CostModel, workload: Workload
+) -> dict[int, RankMemory]:
+    """Return the bytes on each rank that has a part: ``simulate_strategy``'s, without its events.
+
+    Raises:
+        PlannerError: If the strategy does not fit the cluster or the batch.
+        ScheduleError: If the schedule cannot be followed by a lane.
+    """
+    check_batch(strategy, workload)
+    num_sharers = len(strategy.lanes) if workload.zero else 1
+    memory: dict[int, RankMemory] = {}
+    for choice, stages in zip(strategy.lanes, place_lanes(strategy, cluster), strict=True):
+        held = _in_flight(workload.schedule, len(stages), choice.num_microbatches)
+        memory |= rank_memory(stages, held, choice.mbs, costs, num_sharers)
+    return memory
+
+
+@lru_cache(maxsize=1024)
+def _in_flight(schedule: str, num_stages: int, num_microbatches: int) -> dict[int, int]:
+    lane = Lane.chain([(stage,) for stage in range(num_stages)])
+    return in_flight(build_schedule(schedule, lane, num_microbatches))
 
 
 def check_batch(strategy: Strategy, workload: Workload) -> None:
