@@ -10,9 +10,15 @@ from typing import Any
 
 from hdtensor.placements.checks import ranks_text
 from hdtensor.planner.page_style import MEMORY_COLORS, STEP_COLORS, STYLE, stage_color
-from hdtensor.planner.page_timeline import LaneGroup, group_lanes, timeline_html
-from hdtensor.planner.summary import StageSummary, Summary, Traffic
-from hdtensor.planner.text_report import bytes_text, cluster_text, seconds_text, stage_text
+from hdtensor.planner.page_timeline import timeline_html
+from hdtensor.planner.summary import LaneGroup, StageSummary, Summary, group_lanes, link_uses
+from hdtensor.planner.text_report import (
+    bytes_text,
+    cluster_text,
+    group_ranks_text,
+    seconds_text,
+    stage_text,
+)
 
 
 _MOST_ROWS = 200
@@ -140,7 +146,7 @@ def _lanes(summary: Summary) -> str:
         boxes = "".join(
             f'<div class="box" style="background:{colors[s.lane, s.stage]}"><b>layers {s.layers[0]}-{s.layers[1]}</b>'
             f"<br>{escape(s.device)}, tp {s.tp}{f', cp {s.cp}' if s.cp > 1 else ''}<br>ranks "
-            f"{_ranks_of(group, s, summary)}</div>"
+            f"{group_ranks_text(summary, group, s.stage, 60)}</div>"
             for s in group.stages
         )
         parts.append(
@@ -148,14 +154,6 @@ def _lanes(summary: Summary) -> str:
             f'{choice.mbs}</span></p><div class="flow">{boxes}</div></div>'
         )
     return "".join(parts)
-
-
-def _ranks_of(group: LaneGroup, stage: StageSummary, summary: Summary) -> str:
-    """Return the ranks of a stage of all lanes of a group, in short."""
-    lanes = summary.planned.strategy.lanes
-    ranks = [rank for lane in group.lanes for rank in lanes[lane].stages[stage.stage].ranks]
-    text = ranks_text(tuple(sorted(ranks)))
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _step(summary: Summary) -> str:
@@ -197,7 +195,7 @@ def _row(summary: Summary, group: LaneGroup, stage: StageSummary, bar: str, text
     lanes = group.title.removesuffix(" (alike)")
     return (
         f'<div class="row"><div class="name"><i style="background:{color}"></i>{lanes}, stage {stage.stage} '
-        f'<span class="faint">{escape(stage.device)}, ranks {_ranks_of(group, stage, summary)}</span></div>'
+        f'<span class="faint">{escape(stage.device)}, ranks {group_ranks_text(summary, group, stage.stage, 60)}</span></div>'
         f'<div>{bar}<div class="value">{text}</div></div></div>'
     )
 
@@ -222,18 +220,16 @@ def _legend(colors: Mapping[str, str], words: Mapping[str, str]) -> str:
 def _links(summary: Summary) -> str:
     if not summary.traffic:
         return "<p>Nothing is sent: one rank does everything.</p>"
-    groups: dict[tuple[str, str, float], list[Traffic]] = {}
-    for traffic in summary.traffic:
-        groups.setdefault((traffic.kind, traffic.link, traffic.bandwidth), []).append(traffic)
-    most = max(sum(each.num_bytes for each in some) for some in groups.values())
+    uses = link_uses(summary)
+    most = max(use.num_bytes for use in uses)
     rows = []
-    for (kind, link, bandwidth), some in groups.items():
-        num_bytes, busy = sum(e.num_bytes for e in some), max(e.seconds for e in some)
+    for kind, link, bandwidth, num_bytes, busy in uses:
         bar = _bar({"busy": num_bytes}, STEP_COLORS, most)
         words = f"{kind}, {'inside of nodes' if link == 'inside' else 'between nodes'}"
         text = f"{bytes_text(num_bytes)} over links of {bytes_text(bandwidth)}/s"
         if busy:
-            text += f", in use for {seconds_text(busy)} ({busy / summary.prediction.seconds:.1%} of the step)"
+            share = busy / summary.prediction.seconds
+            text += f", in use for {seconds_text(busy)} ({share:.1%} of the step)"
         rows.append(
             f'<div class="row"><div class="name">{words}</div><div>{bar}<div class="value">{text}</div></div></div>'
         )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import NamedTuple
 
 from hdtensor.pipeline.schedule.timeline import Span
 from hdtensor.placements.checks import ranks_text
 from hdtensor.planner.page_style import PART_COLORS, stage_color
-from hdtensor.planner.summary import StageSummary, Summary
+from hdtensor.planner.summary import LaneGroup, Summary, group_lanes
 from hdtensor.planner.text_report import seconds_text
 
 
@@ -31,38 +29,6 @@ _WORDS = {
     "sync": "gradient synchronization",
     "optimizer": "optimizer",
 }
-
-
-class LaneGroup(NamedTuple):
-    """Lanes that do the same at the same times.
-
-    Attributes:
-        lanes: Their numbers.
-        stages: The stages of the first one.
-    """
-
-    lanes: tuple[int, ...]
-    stages: tuple[StageSummary, ...]
-
-    @property
-    def title(self) -> str:
-        """Their name."""
-        if len(self.lanes) == 1:
-            return f"lane {self.lanes[0]}"
-        return f"lanes {ranks_text(self.lanes)} (alike)"
-
-
-def group_lanes(summary: Summary) -> list[LaneGroup]:
-    """Return the lanes of a step, those that do the same at the same times together."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    by_lane: dict[int, tuple[StageSummary, ...]] = {}
-    for lane, stages in itertools.groupby(summary.stages, key=lambda stage: stage.lane):
-        by_lane[lane] = tuple(stages)
-        choice = summary.planned.strategy.lanes[lane]
-        facts = tuple(stage._replace(lane=0, ranks=()) for stage in by_lane[lane])
-        key = (choice.num_microbatches, choice.mbs, facts)
-        groups.setdefault(key, []).append(lane)
-    return [LaneGroup(tuple(lanes), by_lane[lanes[0]]) for lanes in groups.values()]
 
 
 def timeline_html(summary: Summary) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -166,6 +167,67 @@ def summarize(
         traffic=tuple(_traffic(planned, prediction)),
         why=why or {},
     )
+
+
+class LaneGroup(NamedTuple):
+    """Lanes that do the same at the same times.
+
+    Attributes:
+        lanes: Their numbers.
+        stages: The stages of the first one.
+    """
+
+    lanes: tuple[int, ...]
+    stages: tuple[StageSummary, ...]
+
+    @property
+    def title(self) -> str:
+        """Their name."""
+        if len(self.lanes) == 1:
+            return f"lane {self.lanes[0]}"
+        return f"lanes {ranks_text(self.lanes)} (alike)"
+
+
+def group_lanes(summary: Summary) -> list[LaneGroup]:
+    """Return the lanes of a step, those that do the same at the same times together."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    by_lane: dict[int, tuple[StageSummary, ...]] = {}
+    for lane, stages in itertools.groupby(summary.stages, key=lambda stage: stage.lane):
+        by_lane[lane] = tuple(stages)
+        choice = summary.planned.strategy.lanes[lane]
+        facts = tuple(stage._replace(lane=0, ranks=()) for stage in by_lane[lane])
+        key = (choice.num_microbatches, choice.mbs, facts)
+        groups.setdefault(key, []).append(lane)
+    return [LaneGroup(tuple(lanes), by_lane[lanes[0]]) for lanes in groups.values()]
+
+
+class LinkUse(NamedTuple):
+    """Traffic of one kind over like links.
+
+    Attributes:
+        kind: As ``Traffic.kind``.
+        link: As ``Traffic.link``.
+        bandwidth: Bytes per second.
+        num_bytes: Bytes of a step, all links together.
+        seconds: How long the busiest of them is in use.
+    """
+
+    kind: str
+    link: str
+    bandwidth: float
+    num_bytes: float
+    seconds: float
+
+
+def link_uses(summary: Summary) -> list[LinkUse]:
+    """Return a step's traffic by kind and link."""
+    groups: dict[tuple[str, str, float], list[Traffic]] = {}
+    for traffic in summary.traffic:
+        groups.setdefault((traffic.kind, traffic.link, traffic.bandwidth), []).append(traffic)
+    return [
+        LinkUse(*key, sum(e.num_bytes for e in each), max(e.seconds for e in each))
+        for key, each in groups.items()
+    ]
 
 
 def _stages(planned: Planned, prediction: Prediction) -> Iterator[StageSummary]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hdtensor.placements.checks import ranks_text
 from hdtensor.planner.cluster import Cluster
-from hdtensor.planner.summary import StageSummary, Summary
+from hdtensor.planner.summary import LaneGroup, StageSummary, Summary, group_lanes, link_uses
 
 
 #: Rows of a table that are printed before the rest is counted.
@@ -74,9 +74,9 @@ def step_text(summary: Summary) -> str:
     ]
     if summary.idle_ranks:
         lines.append(f"left idle      ranks {ranks_text(summary.idle_ranks)}")
-    lines += ["", *_table(_stage_rows(summary))]
-    lines += ["", *_table(_memory_rows(summary))]
-    lines += ["", *_table(_traffic_rows(summary))]
+    lines += ["", *table_lines(_stage_rows(summary))]
+    lines += ["", *table_lines(_memory_rows(summary))]
+    lines += ["", *table_lines(_traffic_rows(summary))]
     lines += _why_lines(summary.why)
     lines += [
         f"warning: {stage_text(stage)} needs {bytes_text(stage.memory.total)} on each device, which has "
@@ -110,9 +110,9 @@ def _why_lines(why: Mapping[str, Any]) -> Iterator[str]:
     rejected = why.get("alternatives", ())
     if rejected:
         yield ""
-        rows: list[tuple[str, ...]] = [("rejected", "step", "why not")]
-        rows += [(each["what"], seconds_text(each["seconds"]), each["reason"]) for each in rejected]
-        yield from _table(rows)
+        rows: list[tuple[str, ...]] = [("rejected", "why not", "plan")]
+        rows += [(seconds_text(each["seconds"]), each["reason"], each["what"]) for each in rejected]
+        yield from table_lines(rows)
 
 
 def _stage_rows(summary: Summary) -> list[tuple[str, ...]]:
@@ -120,72 +120,80 @@ def _stage_rows(summary: Summary) -> list[tuple[str, ...]]:
     rows = [("lane", "micro-batches", "stage", "ranks", "device", "tp", "layers", "forward", "backward",
              "busy", "waiting", "sync", "optimizer")]  # fmt: skip
     lanes = summary.planned.strategy.lanes
-    for stage in summary.stages:
-        lane = lanes[stage.lane]
-        is_first = stage.stage == 0
-        rows.append(
-            (
-                str(stage.lane) if is_first else "",
-                f"{lane.num_microbatches} x {lane.mbs}" if is_first else "",
-                str(stage.stage),
-                ranks_text(stage.ranks),
-                stage.device,
-                str(stage.tp) if stage.cp == 1 else f"{stage.tp} cp {stage.cp}",
-                f"{stage.layers[0]}-{stage.layers[1]}",
-                seconds_text(stage.forward),
-                seconds_text(stage.backward),
-                seconds_text(stage.busy),
-                seconds_text(stage.waiting),
-                seconds_text(stage.sync),
-                seconds_text(stage.optimizer),
+    for group in group_lanes(summary):
+        lane = lanes[group.lanes[0]]
+        for stage in group.stages:
+            is_first = stage.stage == 0
+            seconds = (
+                stage.forward,
+                stage.backward,
+                stage.busy,
+                stage.waiting,
+                stage.sync,
+                stage.optimizer,
             )
-        )
+            rows.append(
+                (
+                    ranks_text(group.lanes) if is_first else "",
+                    f"{lane.num_microbatches} x {lane.mbs}" if is_first else "",
+                    str(stage.stage),
+                    group_ranks_text(summary, group, stage.stage),
+                    stage.device,
+                    str(stage.tp) if stage.cp == 1 else f"{stage.tp} cp {stage.cp}",
+                    f"{stage.layers[0]}-{stage.layers[1]}",
+                    *map(seconds_text, seconds),
+                )
+            )
     return rows
+
+
+def group_ranks_text(summary: Summary, group: LaneGroup, stage: int, most: int = 40) -> str:
+    """Return the ranks of a stage of all lanes of a group, in short.
+
+    Args:
+        summary: What the group is of.
+        group: Lanes that do the same.
+        stage: Number of the stage.
+        most: Characters.
+    """
+    lanes = summary.planned.strategy.lanes
+    ranks = [rank for lane in group.lanes for rank in lanes[lane].stages[stage].ranks]
+    text = ranks_text(tuple(sorted(ranks)))
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _memory_rows(summary: Summary) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]]
     rows = [("lane", "stage", "each rank needs", "parameters", "gradients", "optimizer", "activations",
              "in flight", "buffers", "of", "left")]  # fmt: skip
-    for stage in summary.stages:
-        memory = stage.memory
-        rows.append(
-            (
-                str(stage.lane) if stage.stage == 0 else "",
-                str(stage.stage),
-                bytes_text(memory.total),
-                bytes_text(memory.parameters),
-                bytes_text(memory.gradients),
-                bytes_text(memory.optimizer),
-                bytes_text(memory.activations),
-                str(stage.in_flight),
-                bytes_text(memory.buffers),
-                bytes_text(stage.capacity),
-                bytes_text(stage.free),
+    for group in group_lanes(summary):
+        for stage in group.stages:
+            need = stage.memory
+            parts = (need.total, need.parameters, need.gradients, need.optimizer, need.activations)
+            rows.append(
+                (
+                    ranks_text(group.lanes) if stage.stage == 0 else "",
+                    str(stage.stage),
+                    *map(bytes_text, parts),
+                    str(stage.in_flight),
+                    *map(bytes_text, (need.buffers, stage.capacity, stage.free)),
+                )
             )
-        )
     return rows
 
 
 def _traffic_rows(summary: Summary) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]]
-    rows = [("traffic of a step", "between whom", "nodes", "link", "bytes", "busy")]
-    for traffic in summary.traffic:
-        busy = seconds_text(traffic.seconds) if traffic.seconds else "in the passes"
-        rows.append(
-            (
-                traffic.kind,
-                traffic.what,
-                traffic.link,
-                f"{bytes_text(traffic.bandwidth)}/s",
-                bytes_text(traffic.num_bytes),
-                busy,
-            )
-        )
-    return rows if len(rows) > 1 else [("traffic of a step", "none")]
+    if not summary.traffic:
+        return [("traffic of a step", "none")]
+    rows: list[tuple[str, ...]] = [("traffic of a step", "nodes", "link", "bytes", "busiest link")]
+    for kind, link, bandwidth, num_bytes, seconds in link_uses(summary):
+        busy = seconds_text(seconds) if seconds else "in the passes"
+        rows.append((kind, link, f"{bytes_text(bandwidth)}/s", bytes_text(num_bytes), busy))
+    return rows
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def table_lines(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows as lines with aligned columns; the first row is the header."""
     shown = rows[: 1 + _MOST_ROWS]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     lines = [
