@@ -40,7 +40,7 @@ def stage_color(lane: int, stage: int, num_stages: int) -> str:
     """Return the colour of a stage: lanes differ in hue, stages of a lane in lightness.
 
     >>> stage_color(0, 0, 1)
-    '#2f6db1'
+    '#2f6cb1'
 
     Args:
         lane: Number of the lane.
