@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import colorsys
+from collections.abc import Sequence
+from functools import cache
 
 
 #: Colours of the parts of a timeline, (light, dark) alike: readable on white and on black.
@@ -34,13 +36,19 @@ STEP_COLORS = {
 }
 
 _GOLDEN_ANGLE = 137.508
+_SATURATION = 0.6
+#: Relative luminance of the first and of the last stage of a long lane.
+_DARKEST, _LIGHTEST = 0.06, 0.178
 
 
+@cache
 def stage_color(lane: int, stage: int, num_stages: int) -> str:
-    """Return the colour of a stage: lanes differ in hue, stages of a lane in lightness.
+    """Return the colour of a stage: lanes differ in hue, stages of a lane in luminance.
+
+    Luminances are such that white text has a contrast of 4.5 or more on every hue (WCAG 2, AA).
 
     >>> stage_color(0, 0, 1)
-    '#2f6cb1'
+    '#2962a4'
 
     Args:
         lane: Number of the lane.
@@ -48,9 +56,19 @@ def stage_color(lane: int, stage: int, num_stages: int) -> str:
         num_stages: Stages of the lane.
     """
     hue = ((212 + lane * _GOLDEN_ANGLE) % 360) / 360
-    lightness = 0.32 + 0.24 * (stage + 0.5) / num_stages
-    channels = colorsys.hls_to_rgb(hue, lightness, 0.58)
+    wanted = _DARKEST + (_LIGHTEST - _DARKEST) * (stage + 0.5) / num_stages
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        lightness = (low + high) / 2
+        channels = colorsys.hls_to_rgb(hue, lightness, _SATURATION)
+        low, high = (lightness, high) if _luminance(channels) < wanted else (low, lightness)
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
+
+
+def _luminance(channels: Sequence[float]) -> float:
+    """Return the relative luminance of a colour by its channels from 0 to 1 (WCAG 2)."""
+    linear = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 STYLE = """

@@ -252,7 +252,7 @@ def _stages(planned: Planned, prediction: Prediction) -> Iterator[StageSummary]:
                 forward=times.forward[number],
                 backward=times.backward[number],
                 busy=busy,
-                waiting=ends.get(rank, 0.0) - busy,
+                waiting=max(ends.get(rank, 0.0) - busy, 0.0),
                 sync=max(syncs.get(rank, 0.0) - ends.get(rank, 0.0), 0.0),
                 optimizer=optimizers.get(rank, 0.0),
                 memory=prediction.memory[rank],

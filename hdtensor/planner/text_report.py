@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ def seconds_text(seconds: float) -> str:
     >>> seconds_text(6.0512), seconds_text(0.0123), seconds_text(4.2e-5)
     ('6.051 s', '12.30 ms', '42.0 us')
     """
+    if math.isinf(seconds):
+        return "none yet"
     if seconds >= 1:
         return f"{seconds:.3f} s"
     if seconds >= 1e-3:
