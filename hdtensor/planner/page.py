@@ -43,7 +43,7 @@ def page_html(summary: Summary) -> str:
     planned = summary.planned
     title = f"{planned.model.name} on {cluster_text(planned.cluster)}"
     sections = [
-        ("Cluster", "Each box is a device in the colour of its stage; the line in it is how full its memory is.",
+        ("Cluster", "Each box is a device in the colour of its stage, numbered lane.stage; the line in it shows how full its memory is.",
          _cluster(summary)),
         ("Lanes", "Each lane is a pipeline with its own part of the batch.", _lanes(summary)),
         ("Schedule", "What each stage does when, by event simulation.", timeline_html(summary)),
