@@ -27,6 +27,18 @@ MEMORY_COLORS = {
     "buffers": "#8a94a3",
 }
 
+#: Colours of the parts of a lane's step.
+LANE_COLORS = {
+    "balanced": "#3b82c4",
+    "imbalance": "#7fb0dd",
+    "start": "#8a94a3",
+    "fill": "#c9ced6",
+    "messages": "#d9a0b4",
+    "wait": "#a9b2be",
+    "sync": "#e08e3c",
+    "optimizer": "#8e6bbf",
+}
+
 #: Colours of the parts of a stage's step.
 STEP_COLORS = {
     "busy": "#3b82c4",
