@@ -282,14 +282,21 @@ def _why(summary: Summary) -> str:
     rejected: Sequence[Mapping[str, Any]] = why.get("alternatives", ())
     table = ""
     if rejected:
-        rows = [(str(e["what"]), seconds_text(e["seconds"]), str(e["reason"])) for e in rejected]
-        table = f"<h2>Rejected</h2>{_table(('plan', 'step', 'why not'), rows)}"
+        rows = [
+            (seconds_text(each["seconds"]), str(each["reason"]), str(each["what"]))
+            for each in rejected
+        ]
+        table = f"<h2>Rejected</h2>{_table(('step', 'why not', 'plan'), rows)}"
     return f"<ul>{items}</ul>{table}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(text: str) -> str:
+    """Return a cell; a short one, such as a number with its unit, stays on one line."""
+    kind = ' class="short"' if len(text) <= 16 else ""
+    return f"<td{kind}>{escape(text)}</td>"

@@ -32,9 +32,9 @@ LANE_COLORS = {
     "balanced": "#3b82c4",
     "imbalance": "#7fb0dd",
     "start": "#8a94a3",
-    "fill": "#c9ced6",
+    "fill": "var(--idle)",
     "messages": "#d9a0b4",
-    "wait": "#a9b2be",
+    "wait": "var(--held)",
     "sync": "#e08e3c",
     "optimizer": "#8e6bbf",
 }
@@ -42,7 +42,7 @@ LANE_COLORS = {
 #: Colours of the parts of a stage's step.
 STEP_COLORS = {
     "busy": "#3b82c4",
-    "waiting": "#c9ced6",
+    "waiting": "var(--idle)",
     "sync": "#e08e3c",
     "optimizer": "#8e6bbf",
 }
@@ -85,9 +85,9 @@ def _luminance(channels: Sequence[float]) -> float:
 
 STYLE = """
 :root { --ground: #f6f7f9; --card: #ffffff; --ink: #1c2430; --faint: #5d6878; --line: #dfe3e9;
-  --track: #e9ecf1; --accent: #2f6db1; --warn: #b3261e; }
+  --track: #e9ecf1; --idle: #c9ced6; --held: #a3adba; --accent: #2f6db1; --warn: #b3261e; }
 @media (prefers-color-scheme: dark) { :root { --ground: #12161c; --card: #1b2129; --ink: #e7ebf0;
-  --faint: #9aa6b5; --line: #2e3743; --track: #29313c; --accent: #6ea8e6; --warn: #ff8a80; } }
+  --faint: #9aa6b5; --line: #2e3743; --track: #29313c; --idle: #4c5868; --held: #6b7889; --accent: #6ea8e6; --warn: #ff8a80; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -137,7 +137,7 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; padding: 6px 14px 6px 0; border-top: 1px solid var(--line); vertical-align: top;
   font-variant-numeric: tabular-nums; }
 thead th { border-top: 0; color: var(--faint); font-weight: 600; white-space: nowrap; }
-td.number { white-space: nowrap; }
+td.short { white-space: nowrap; }
 .warn { color: var(--warn); }
 ul { margin: 6px 0; padding-left: 20px; }
 details summary { cursor: pointer; color: var(--accent); margin-top: 10px; font-size: .88rem; }
