@@ -51,6 +51,12 @@ _SHORT_DTYPES = {
     "f64": "float64",
 }
 
+#: Options of ``explain`` for a plan, and for a tensor.
+_OF_PLAN = ("label", "model", "batch", "cluster", "device", "nodes", "context", "precision", "optimizer",
+            "recompute", "schedule", "profile", "json")  # fmt: skip
+_OF_TENSOR = ("src", "dst", "shape", "dtype", "src_top_sizes", "dst_top_sizes", "topology", "ranks_per_node",
+              "svg")  # fmt: skip
+
 _EXAMPLE = """example:
   hdtensor explain --src 'S0 / 0-3:S1 4,5:R' --dst 'R / 0-5:S0' --shape 4096,4096 --dtype bf16
 
@@ -137,18 +143,25 @@ def add_explain(commands: Commands) -> None:
 
 def _explain(options: argparse.Namespace) -> None:
     """Explain a plan if one is given, else a tensor's way."""
-    said = [f"--{name}" for name in ("src", "dst", "shape") if getattr(options, name) is not None]
+    of_plan, of_tensor = _given(options, _OF_PLAN), _given(options, _OF_TENSOR)
     if options.plan is not None:
-        if said:
-            options.parser.error(f"argument PLAN: not allowed with {', '.join(said)}")
+        if of_tensor:
+            options.parser.error(f"argument {of_tensor[0]}: not allowed with PLAN")
         commands_of_planner.explain_plan(options)
         return
-    missing = [name for name in ("--src", "--dst", "--shape") if name not in said]
+    if of_plan:
+        options.parser.error(f"argument {of_plan[0]}: needs PLAN, a file")
+    missing = [name for name in ("--src", "--dst", "--shape") if name not in of_tensor]
     if missing:
-        wanted = ", ".join(missing)
-        text = f"the following arguments are required: {wanted}"
-        options.parser.error(text if said else f"{text}; or PLAN, a file")
+        wanted = f"the following arguments are required: {', '.join(missing)}"
+        options.parser.error(wanted if of_tensor else f"{wanted}; or PLAN, a file")
     _explain_tensor(options)
+
+
+def _given(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Return which of some options were given, as they are written."""
+    default = options.parser.get_default
+    return [f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != default(n)]
 
 
 def _explain_tensor(options: argparse.Namespace) -> None:

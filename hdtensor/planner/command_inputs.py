@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
 import sys
 from typing import Any
@@ -131,6 +132,17 @@ def number(text: str) -> int:
 def numbers(text: str) -> tuple[int, ...]:
     """Return whole numbers, separated by commas."""
     return tuple(number(part.strip()) for part in text.split(","))
+
+
+def seconds(text: str) -> float:
+    """Return a positive number of seconds of the command line."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive number of seconds")
+    return found
 
 
 def ranks(text: str) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from hdtensor.planner.command_inputs import (
     planned_of,
     print_json,
     ranks,
+    seconds,
     workload_of,
 )
 from hdtensor.planner.emit import Planned, emit
@@ -98,7 +99,7 @@ def add_plan(commands: Commands) -> None:
         "--without", type=ranks, default=(), metavar="N,N", help="ranks that are lost"
     )
     search.add_argument(
-        "--seconds", type=float, metavar="S", help="stop after so long, with the best plan so far"
+        "--seconds", type=seconds, metavar="S", help="stop after so long, with the best plan so far"
     )
     parser.add_argument("--uniform", action="store_true", help="show the best uniform plan too")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan")
@@ -259,7 +260,7 @@ def add_profile(commands: Commands) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=seconds,
         default=default.max_seconds,
         metavar="S",
         help="when to stop; default 180",
@@ -322,7 +323,7 @@ def _devices(options: argparse.Namespace) -> int:
             }
         )
         return 0
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("device", "memory", "bfloat16", "float16", "float32", "reads", "link", "network", "source")
     ]
     for device in devices:

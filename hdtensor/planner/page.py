@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from hdtensor.placements.checks import ranks_text
-from hdtensor.planner.page_style import MEMORY_COLORS, STEP_COLORS, STYLE, stage_color
+from hdtensor.planner.page_style import LANE_COLORS, MEMORY_COLORS, STEP_COLORS, STYLE, stage_color
 from hdtensor.planner.page_timeline import timeline_html
 from hdtensor.planner.summary import LaneGroup, StageSummary, Summary, group_lanes, link_uses
 from hdtensor.planner.text_report import (
+    LANE_WORDS,
     bytes_text,
     cluster_text,
+    critical_text,
     group_ranks_text,
     seconds_text,
     stage_text,
@@ -43,11 +45,11 @@ def page_html(summary: Summary) -> str:
     planned = summary.planned
     title = f"{planned.model.name} on {cluster_text(planned.cluster)}"
     sections = [
-        ("Cluster", "Each box is a device in the colour of its stage; the line in it is how full its memory is.",
+        ("Cluster", "Each box is a device in the colour of its stage, numbered lane.stage; the line in it shows how full its memory is.",
          _cluster(summary)),
         ("Lanes", "Each lane is a pipeline with its own part of the batch.", _lanes(summary)),
         ("Schedule", "What each stage does when, by event simulation.", timeline_html(summary)),
-        ("Where the step goes", "Time of each stage, from the start of the step to its end.", _step(summary)),
+        ("Where the step goes", "What the seconds of each lane, and of each of its stages, are spent on.", _step(summary)),
         ("Memory", "Bytes on each rank at its peak; a full bar is the whole device.", _memory(summary)),
         ("Links", "Bytes of a step, and how long the busiest link is in use.", _links(summary)),
         ("Why this plan", "", _why(summary)),
@@ -158,7 +160,21 @@ def _lanes(summary: Summary) -> str:
 
 def _step(summary: Summary) -> str:
     total = summary.prediction.seconds
-    parts = [_legend(STEP_COLORS, _STEP_WORDS)]
+    parts = [_legend(LANE_COLORS, LANE_WORDS)]
+    for group in group_lanes(summary):
+        lane = summary.lane_seconds[group.lanes[0]]
+        values = {name: max(getattr(lane, name), 0.0) for name in LANE_COLORS}
+        text = ", ".join(
+            f"{LANE_WORDS[name]} {seconds_text(value)}"
+            for name, value in values.items()
+            if value > total / 1e4
+        )
+        parts.append(
+            f'<div class="row"><div class="name"><b>{group.title}</b></div><div>{_bar(values, LANE_COLORS, total)}'
+            f'<div class="value">{text}</div></div></div>'
+        )
+    parts.append(f'<p class="small faint">Critical path: {escape(critical_text(summary))}.</p>')
+    parts.append(f'<p class="lane-title"><b>Each stage</b></p>{_legend(STEP_COLORS, _STEP_WORDS)}')
     for group in group_lanes(summary):
         for stage in group.stages:
             values = {name: getattr(stage, name) for name in STEP_COLORS}
@@ -256,7 +272,7 @@ def _why(summary: Summary) -> str:
         *why.get("reasons", ()),
     ]
     if summary.idle_ranks:
-        reasons.append(f"Ranks {ranks_text(summary.idle_ranks)} have no part.")
+        reasons.append(f"Left idle: {ranks_text(summary.idle_ranks)}.")
     items = "".join(f"<li>{escape(str(reason))}</li>" for reason in reasons)
     items += "".join(
         f'<li class="warn">{escape(stage_text(stage))} needs {bytes_text(stage.memory.total)}, but its device has '
@@ -266,14 +282,21 @@ def _why(summary: Summary) -> str:
     rejected: Sequence[Mapping[str, Any]] = why.get("alternatives", ())
     table = ""
     if rejected:
-        rows = [(str(e["what"]), seconds_text(e["seconds"]), str(e["reason"])) for e in rejected]
-        table = f"<h2>Rejected</h2>{_table(('plan', 'step', 'why not'), rows)}"
+        rows = [
+            (seconds_text(each["seconds"]), str(each["reason"]), str(each["what"]))
+            for each in rejected
+        ]
+        table = f"<h2>Rejected</h2>{_table(('step', 'why not', 'plan'), rows)}"
     return f"<ul>{items}</ul>{table}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(text: str) -> str:
+    """Return a cell; a short one, such as a number with its unit, stays on one line."""
+    kind = ' class="short"' if len(text) <= 16 else ""
+    return f"<td{kind}>{escape(text)}</td>"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import colorsys
+from collections.abc import Sequence
+from functools import cache
 
 
 #: Colours of the parts of a timeline, (light, dark) alike: readable on white and on black.
@@ -25,22 +27,40 @@ MEMORY_COLORS = {
     "buffers": "#8a94a3",
 }
 
+#: Colours of the parts of a lane's step.
+LANE_COLORS = {
+    "balanced": "#3b82c4",
+    "imbalance": "#7fb0dd",
+    "start": "#8a94a3",
+    "fill": "var(--idle)",
+    "messages": "#d9a0b4",
+    "wait": "var(--held)",
+    "sync": "#e08e3c",
+    "optimizer": "#8e6bbf",
+}
+
 #: Colours of the parts of a stage's step.
 STEP_COLORS = {
     "busy": "#3b82c4",
-    "waiting": "#c9ced6",
+    "waiting": "var(--idle)",
     "sync": "#e08e3c",
     "optimizer": "#8e6bbf",
 }
 
 _GOLDEN_ANGLE = 137.508
+_SATURATION = 0.6
+#: Relative luminance of the first and of the last stage of a long lane.
+_DARKEST, _LIGHTEST = 0.06, 0.178
 
 
+@cache
 def stage_color(lane: int, stage: int, num_stages: int) -> str:
-    """Return the colour of a stage: lanes differ in hue, stages of a lane in lightness.
+    """Return the colour of a stage: lanes differ in hue, stages of a lane in luminance.
+
+    Luminances are such that white text has a contrast of 4.5 or more on every hue (WCAG 2, AA).
 
     >>> stage_color(0, 0, 1)
-    '#2f6db1'
+    '#2962a4'
 
     Args:
         lane: Number of the lane.
@@ -48,16 +68,26 @@ def stage_color(lane: int, stage: int, num_stages: int) -> str:
         num_stages: Stages of the lane.
     """
     hue = ((212 + lane * _GOLDEN_ANGLE) % 360) / 360
-    lightness = 0.32 + 0.24 * (stage + 0.5) / num_stages
-    channels = colorsys.hls_to_rgb(hue, lightness, 0.58)
+    wanted = _DARKEST + (_LIGHTEST - _DARKEST) * (stage + 0.5) / num_stages
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        lightness = (low + high) / 2
+        channels = colorsys.hls_to_rgb(hue, lightness, _SATURATION)
+        low, high = (lightness, high) if _luminance(channels) < wanted else (low, lightness)
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
+
+
+def _luminance(channels: Sequence[float]) -> float:
+    """Return the relative luminance of a colour by its channels from 0 to 1 (WCAG 2)."""
+    linear = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 STYLE = """
 :root { --ground: #f6f7f9; --card: #ffffff; --ink: #1c2430; --faint: #5d6878; --line: #dfe3e9;
-  --track: #e9ecf1; --accent: #2f6db1; --warn: #b3261e; }
+  --track: #e9ecf1; --idle: #c9ced6; --held: #a3adba; --accent: #2f6db1; --warn: #b3261e; }
 @media (prefers-color-scheme: dark) { :root { --ground: #12161c; --card: #1b2129; --ink: #e7ebf0;
-  --faint: #9aa6b5; --line: #2e3743; --track: #29313c; --accent: #6ea8e6; --warn: #ff8a80; } }
+  --faint: #9aa6b5; --line: #2e3743; --track: #29313c; --idle: #4c5868; --held: #6b7889; --accent: #6ea8e6; --warn: #ff8a80; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -107,7 +137,7 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; padding: 6px 14px 6px 0; border-top: 1px solid var(--line); vertical-align: top;
   font-variant-numeric: tabular-nums; }
 thead th { border-top: 0; color: var(--faint); font-weight: 600; white-space: nowrap; }
-td.number { white-space: nowrap; }
+td.short { white-space: nowrap; }
 .warn { color: var(--warn); }
 ul { margin: 6px 0; padding-left: 20px; }
 details summary { cursor: pointer; color: var(--accent); margin-top: 10px; font-size: .88rem; }

@@ -21,6 +21,10 @@ from hdtensor.planner.summary import Summary, summarize
 from hdtensor.planner.workload import Workload
 
 
+#: Micro-batches of all stages that are simulated at most.
+MAX_PASSES = 1 << 18
+
+
 def make_costs(
     model: ModelShape, workload: Workload, cluster: Cluster, profiles: Sequence[Profile] = ()
 ) -> CostModel:
@@ -60,7 +64,17 @@ def predict(planned: Planned, costs: CostModel, why: dict[str, Any] | None = Non
         planned: The strategy and what it is for.
         costs: Seconds and bytes.
         why: What the planner says of its choice.
+
+    Raises:
+        PlannerError: If there are more passes than the simulator does in a minute or so.
     """
+    lanes = planned.strategy.lanes
+    num_passes = sum(lane.num_microbatches * len(lane.stages) for lane in lanes)
+    if num_passes > MAX_PASSES:
+        raise PlannerError(
+            f"microbatches: the lanes' stages do {num_passes} micro-batches; at most {MAX_PASSES} are simulated. Take "
+            f"larger micro-batches, or a smaller batch."
+        )
     prediction = simulate_strategy(planned.strategy, planned.cluster, costs, planned.workload)
     return summarize(planned, prediction, why)
 

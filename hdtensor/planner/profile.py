@@ -24,6 +24,7 @@ from hdtensor.planner.profile_transfers import (
 )
 from hdtensor.planner.profile_units import UnitPoint, measure_unit, unit_points, work_of
 from hdtensor.planner.profiles import Profile
+from hdtensor.planner.workload import find_precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,9 @@ class ProfileOptions:
     num_ranks: tuple[int, ...] = (2,)
     sizes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
     max_seconds: float = 180.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", find_precision(self.precision))
 
 
 #: Called with the number of points done, the number of all, and a few words on the next one.

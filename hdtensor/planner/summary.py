@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hdtensor.placements.checks import ranks_text
+from hdtensor.planner.attribution import LaneSeconds
 from hdtensor.planner.decompose import Share, find_shares, place_lanes
 from hdtensor.planner.emit import Planned
 from hdtensor.planner.memory import RankMemory
@@ -94,6 +95,8 @@ class Summary:
         prediction: What the simulator says.
         stages: In the order of lanes.
         traffic: What goes over links.
+        lane_seconds: What each lane's seconds go to; they add up to the step.
+        critical: What a chain of work that sets the step's length is made of, in words -> seconds, longest first.
         why: What the planner says of its choice, JSON values; empty if nobody searched.
     """
 
@@ -101,6 +104,8 @@ class Summary:
     prediction: Prediction
     stages: tuple[StageSummary, ...]
     traffic: tuple[Traffic, ...]
+    lane_seconds: tuple[LaneSeconds, ...]
+    critical: Mapping[str, float]
     why: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -146,6 +151,8 @@ class Summary:
                 {**stage._asdict(), "memory": stage.memory._asdict()} for stage in self.stages
             ],
             "traffic": [traffic._asdict() for traffic in self.traffic],
+            "lanes": [lane._asdict() for lane in self.lane_seconds],
+            "critical_path": dict(self.critical),
             "why": dict(self.why),
         }
 
@@ -165,6 +172,8 @@ def summarize(
         prediction=prediction,
         stages=tuple(_stages(planned, prediction)),
         traffic=tuple(_traffic(planned, prediction)),
+        lane_seconds=prediction.attribution(),
+        critical=_critical(prediction),
         why=why or {},
     )
 
@@ -226,7 +235,7 @@ def link_uses(summary: Summary) -> list[LinkUse]:
         groups.setdefault((traffic.kind, traffic.link, traffic.bandwidth), []).append(traffic)
     return [
         LinkUse(*key, sum(e.num_bytes for e in each), max(e.seconds for e in each))
-        for key, each in groups.items()
+        for key, each in sorted(groups.items())
     ]
 
 
@@ -252,7 +261,7 @@ def _stages(planned: Planned, prediction: Prediction) -> Iterator[StageSummary]:
                 forward=times.forward[number],
                 backward=times.backward[number],
                 busy=busy,
-                waiting=ends.get(rank, 0.0) - busy,
+                waiting=max(ends.get(rank, 0.0) - busy, 0.0),
                 sync=max(syncs.get(rank, 0.0) - ends.get(rank, 0.0), 0.0),
                 optimizer=optimizers.get(rank, 0.0),
                 memory=prediction.memory[rank],
@@ -278,6 +287,18 @@ def _after_passes(
             elif span.kind == "optimizer":
                 optimizers[rank] += span.seconds
     return ends, syncs, optimizers
+
+
+def _critical(prediction: Prediction) -> dict[str, float]:
+    """Return the seconds of the critical path by what they are."""
+    words = {"message": "messages", "sync": "gradient synchronization", "gather": "gathers"}
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for span in prediction.critical_path():
+        what = words.get(span.kind, span.kind)
+        if span.kind in _PASSES:
+            what = f"lane {span.lane} stage {span.stage}"
+        seconds[what] += span.seconds
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def _traffic(planned: Planned, prediction: Prediction) -> Iterator[Traffic]:

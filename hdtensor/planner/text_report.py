@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from hdtensor.placements.checks import ranks_text
 from hdtensor.planner.cluster import Cluster
 from hdtensor.planner.summary import LaneGroup, StageSummary, Summary, group_lanes, link_uses
 
+
+#: What a lane's seconds go to -> words for it.
+LANE_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "balanced": "balanced work",
+        "imbalance": "imbalance",
+        "start": "start",
+        "fill": "fill and drain",
+        "messages": "messages",
+        "wait": "other lanes",
+        "sync": "gradients",
+        "optimizer": "optimizer",
+    }
+)
 
 #: Rows of a table that are printed before the rest is counted.
 _MOST_ROWS = 64
@@ -20,6 +36,8 @@ def seconds_text(seconds: float) -> str:
     >>> seconds_text(6.0512), seconds_text(0.0123), seconds_text(4.2e-5)
     ('6.051 s', '12.30 ms', '42.0 us')
     """
+    if math.isinf(seconds):
+        return "none yet"
     if seconds >= 1:
         return f"{seconds:.3f} s"
     if seconds >= 1e-3:
@@ -72,9 +90,11 @@ def step_text(summary: Summary) -> str:
         f"bottleneck     {stage_text(summary.bottleneck)}: computes "
         f"{seconds_text(summary.bottleneck.busy)}",
     ]
+    lines.append(f"critical path  {critical_text(summary)}")
     if summary.idle_ranks:
         lines.append(f"left idle      ranks {ranks_text(summary.idle_ranks)}")
     lines += ["", *table_lines(_stage_rows(summary))]
+    lines += ["", *table_lines(_lane_rows(summary))]
     lines += ["", *table_lines(_memory_rows(summary))]
     lines += ["", *table_lines(_traffic_rows(summary))]
     lines += _why_lines(summary.why)
@@ -91,6 +111,20 @@ def stage_text(stage: StageSummary) -> str:
     return (
         f"lane {stage.lane} stage {stage.stage} ({stage.device}, ranks {ranks_text(stage.ranks)})"
     )
+
+
+def critical_text(summary: Summary, most: int = 4) -> str:
+    """Return what the critical path is made of, in a line.
+
+    Args:
+        summary: What a step is made of.
+        most: Parts that are named.
+    """
+    parts = list(summary.critical.items())
+    step = summary.prediction.seconds
+    named = [f"{seconds / step:.0%} {what}" for what, seconds in parts[:most]]
+    rest = sum(seconds for _, seconds in parts[most:])
+    return ", ".join([*named, f"{rest / step:.0%} other"] if rest else named)
 
 
 def _bound_lines(why: Mapping[str, Any]) -> Iterator[str]:
@@ -160,6 +194,18 @@ def group_ranks_text(summary: Summary, group: LaneGroup, stage: int, most: int =
     ranks = [rank for lane in group.lanes for rank in lanes[lane].stages[stage].ranks]
     text = ranks_text(tuple(sorted(ranks)))
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _lane_rows(summary: Summary) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]]
+    rows = [("lane", "bottleneck", *LANE_WORDS.values())]
+    for group in group_lanes(summary):
+        lane = summary.lane_seconds[group.lanes[0]]
+        seconds = (getattr(lane, name) for name in LANE_WORDS)
+        rows.append(
+            (ranks_text(group.lanes), f"stage {lane.bottleneck}", *map(seconds_text, seconds))
+        )
+    return rows
 
 
 def _memory_rows(summary: Summary) -> list[tuple[str, ...]]:

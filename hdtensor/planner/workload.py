@@ -59,8 +59,7 @@ class Workload:
         whole_number("batch", self.batch, 1, MAX_BATCH)
         whole_number("context", self.context, 1, MAX_CONTEXT)
         whole_number("zero", self.zero, 0, 1)
-        precision = _word("precision", self.precision, {key: key for key in PRECISIONS})
-        object.__setattr__(self, "precision", PRECISIONS[precision])
+        object.__setattr__(self, "precision", find_precision(self.precision))
         for field, allowed in (
             ("optimizer", OPTIMIZERS),
             ("recompute", get_args(Recompute)),
@@ -68,6 +67,15 @@ class Workload:
         ):
             words = {word.lower(): word for word in allowed}
             object.__setattr__(self, field, _word(field, getattr(self, field), words))
+
+
+def find_precision(name: str) -> str:
+    """Return the element type of a name, such as ``bf16``.
+
+    Raises:
+        PlannerError: If there is none.
+    """
+    return PRECISIONS[_word("precision", name, {key: key for key in PRECISIONS})]
 
 
 def _word(field: str, value: Any, words: Mapping[str, str]) -> str:
