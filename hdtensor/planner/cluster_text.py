@@ -129,7 +129,13 @@ def nodes_of(groups: Iterable[NodeGroup]) -> Iterator[Node]:
     """Yield the nodes of some groups, with their devices' links."""
     for device, sizes, zone in groups:
         for size in sizes:
-            yield Node(device=device, num_devices=size, inside=usual_inside(device), zone=zone)
+            yield Node(
+                device=device,
+                num_devices=size,
+                inside=usual_inside(device),
+                zone=zone,
+                uplink=usual_uplink(device),
+            )
 
 
 def usual_inside(device: Device) -> Link:
@@ -143,6 +149,15 @@ def usual_network(device: Device) -> float:
     A device that is not in the library has the network of desktop cards, the slowest.
     """
     return NETWORKS.get(device.name, min(NETWORKS.values()))
+
+
+def usual_uplink(device: Device) -> float | None:
+    """Return what all devices of a node share towards other nodes, bytes per second; None: each has its own.
+
+    Desktop cards stand in machines with one network port.
+    """
+    rate = usual_network(device)
+    return rate if rate == min(NETWORKS.values()) else None
 
 
 def cluster_of_text(text: str) -> Cluster:

@@ -73,12 +73,29 @@ class StageMemory(NamedTuple):
     buffers: float
 
 
+class RuntimeTraits(NamedTuple):
+    """What depends on the software that trains.
+
+    Attributes:
+        is_blocking: Whether sender and receiver do nothing else during a message.
+        start: Seconds of a step before a lane of several stages begins its passes, and after it ends them:
+            agreeing on the loss, the first launches.
+    """
+
+    is_blocking: bool = False
+    start: float = 0.0
+
+
 class CostModel(ABC):
     """Seconds and bytes of one model and workload on any stage. All numbers depend only on the arguments."""
 
     @abstractmethod
     def seconds(self, unit: Unit, group: StageGroup, mbs: int) -> UnitSeconds:
         """Return what a unit takes for a micro-batch of ``mbs`` samples."""
+
+    def terms(self, unit: Unit, group: StageGroup, mbs: int) -> dict[str, UnitSeconds]:
+        """Return what ``seconds`` is made of: name of a part -> its seconds. They add up to it."""
+        return {"all": self.seconds(unit, group, mbs)}
 
     @abstractmethod
     def message(self, sender: StageGroup, receiver: StageGroup, link: Link, mbs: int) -> float:
@@ -107,3 +124,7 @@ class CostModel(ABC):
             layers: What it holds.
             num_copies: Copies of the layers; ZeRO divides the work among them.
         """
+
+    def runtime(self) -> RuntimeTraits:
+        """Return what depends on the software; that of this package sends while it computes."""
+        return RuntimeTraits()

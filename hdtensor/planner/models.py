@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hdtensor.errors import PlannerError
+from hdtensor.pipeline.plan_files import MODELS as LLAMAS
 from hdtensor.plan.fields import check_bool, check_object, shown
 from hdtensor.plan.reader import parse_json, read_file
 from hdtensor.planner.model import ModelShape
@@ -31,13 +32,6 @@ def _llama(
 
 
 _PRESETS = (
-    # Llama 2 (arXiv:2307.09288); 32B as the HSPMD paper sets it, table 6.
-    _llama("llama-7B", 32, 4096, 32, 11008),
-    _llama("llama-13B", 40, 5120, 40, 13824),
-    _llama("llama-32B", 60, 6656, 64, 17920, vocab=50304),
-    _llama("llama-70B", 80, 8192, 64, 28672, num_kv_heads=8),
-    _llama("llama-3-8B", 32, 4096, 32, 14336, num_kv_heads=8, vocab=128256),
-    _llama("llama-3-70B", 80, 8192, 64, 28672, num_kv_heads=8, vocab=128256),
     # Mixtral of Experts (arXiv:2401.04088), table 1.
     _llama("mixtral-8x7B", 32, 4096, 32, 14336, num_kv_heads=8, num_experts=8, experts_per_token=2),
     # DeepSeekMoE (arXiv:2401.06066), DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437).
@@ -98,8 +92,23 @@ _PRESETS = (
     _llama("opt-30", 48, 7168, 56, 28672, vocab=50272, num_matrices=2, num_positions=2050),
 )
 
-#: Name -> sizes.
-MODELS: Mapping[str, ModelShape] = MappingProxyType({shape.name: shape for shape in _PRESETS})
+#: Name -> sizes. Llamas are those of ``pipeline.plan_files``, Llama 2 (arXiv:2307.09288) and 3, and the HSPMD
+#: paper's 32B (table 6).
+MODELS: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        name: _llama(
+            name,
+            sizes["num_hidden_layers"],
+            sizes["hidden_size"],
+            sizes["num_attention_heads"],
+            sizes["intermediate_size"],
+            num_kv_heads=sizes["num_key_value_heads"],
+            vocab=sizes["vocab_size"],
+        )
+        for name, sizes in LLAMAS.items()
+    }
+    | {shape.name: shape for shape in _PRESETS}
+)
 
 #: Other names.
 ALIASES: Mapping[str, str] = MappingProxyType(

@@ -91,7 +91,5 @@ def planner_errors(field: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except PlannerError as error:
-        raise PlannerError(f"{field}.{error}" if field else str(error)) from None
     except HDTensorError as error:
         raise PlannerError(f"{field}: {error}" if field else str(error)) from None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 
 from hdtensor.errors import PlannerError
 from hdtensor.planner.cluster import Link
@@ -75,6 +74,9 @@ class RooflineCosts(CostModel):
     efficiency: Efficiency = field(default_factory=Efficiency)
     slowness: Mapping[str, float] = field(default_factory=dict)
     reserved_bytes: float = float(1 << 30)
+    _cache: dict[tuple[Unit, StageGroup, int], UnitSeconds] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.workload.precision not in BYTES:
@@ -85,7 +87,14 @@ class RooflineCosts(CostModel):
             raise PlannerError(
                 f"optimizer: there is no {self.workload.optimizer!r}; there are {', '.join(STATES)}."
             )
-        object.__setattr__(self, "_seconds", lru_cache(maxsize=None)(self._unit_seconds))
+
+    def slowed(self, factors: Mapping[str, float]) -> RooflineCosts:
+        """Return costs whose devices compute slower by these factors: name of a device -> factor."""
+        slowness = {
+            **self.slowness,
+            **{name: self.slowness.get(name, 1.0) * by for name, by in factors.items()},
+        }
+        return replace(self, slowness=slowness)
 
     @property
     def itemsize(self) -> int:
@@ -94,46 +103,61 @@ class RooflineCosts(CostModel):
 
     def seconds(self, unit: Unit, group: StageGroup, mbs: int) -> UnitSeconds:
         """Return what a unit takes for a micro-batch of ``mbs`` samples."""
-        found: UnitSeconds = self._seconds(unit, group, mbs)  # type: ignore[attr-defined]
-        return found
+        key = (unit, group, mbs)
+        if key not in self._cache:
+            parts = self.terms(unit, group, mbs).values()
+            sums = UnitSeconds(sum(p.forward for p in parts), sum(p.backward for p in parts))
+            self._cache[key] = sums
+        return self._cache[key]
 
-    def _unit_seconds(self, unit: Unit, group: StageGroup, mbs: int) -> UnitSeconds:
+    def terms(self, unit: Unit, group: StageGroup, mbs: int) -> dict[str, UnitSeconds]:
+        """Return the seconds of each part of a unit's passes."""
         tokens = mbs * self.workload.context / group.cp
         work = unit_work(self.model, unit, group.tp, tokens, self.workload.context)
-        compute = self._compute(work, group.device)
-        reduce = self._tensor_parallel(unit, group, tokens)
-        ring = self._context_parallel(unit, group, tokens)
-        forward = compute + reduce + ring
-        backward = 2 * compute + (0.0 if unit == "embedding" else reduce) + 2 * ring
+        parts = {
+            name: UnitSeconds(seconds, 2 * seconds)
+            for name, seconds in self._compute(work, group.device).items()
+        }
+        reduce = self.tensor_parallel_seconds(unit, group, tokens)
+        ring = self.context_parallel_seconds(unit, group, tokens)
+        if group.tp > 1:
+            back = 0.0 if unit == "embedding" else reduce
+            parts["all-reduces of tensor parallelism"] = UnitSeconds(reduce, back)
+        if group.cp > 1:
+            parts["gathers of context parallelism"] = UnitSeconds(ring, 2 * ring)
         if unit == "layer" and self.workload.recompute == "full":
-            backward += forward
-        return UnitSeconds(forward, backward)
+            forward = sum(part.forward for part in parts.values())
+            parts["computed again"] = UnitSeconds(0.0, forward)
+        return parts
 
-    def _compute(self, work: Work, device: Device) -> float:
+    def _compute(self, work: Work, device: Device) -> dict[str, float]:
         rate = device.flops_of(self.workload.precision)
         reached = self.efficiency
         moved = (work.moved + work.weights) * self.itemsize
-        seconds = (
-            work.matmul / (rate * reached.matmul)
-            + work.attention / (rate * reached.attention)
-            + moved / (device.memory_bandwidth * reached.memory)
-            + work.num_kernels * reached.kernel_seconds
-        )
-        return seconds * self.slowness.get(device.name, 1.0)
+        factor = self.slowness.get(device.name, 1.0)
+        return {
+            "matrix products": work.matmul / (rate * reached.matmul) * factor,
+            "attention": work.attention / (rate * reached.attention) * factor,
+            "memory traffic": moved / (device.memory_bandwidth * reached.memory) * factor,
+            "launches": work.num_kernels * reached.kernel_seconds * factor,
+        }
 
-    def _tensor_parallel(self, unit: Unit, group: StageGroup, tokens: float) -> float:
+    def tensor_parallel_seconds(self, unit: Unit, group: StageGroup, tokens: float) -> float:
+        """Return the seconds of tensor parallelism's all-reduces in a unit's forward."""
         num_bytes = tokens * self.model.hidden * self.itemsize
         times = 2 if unit == "layer" else 1
-        return times * all_reduce_seconds(num_bytes, group.tp, self._reached(group.inside))
+        return times * all_reduce_seconds(num_bytes, group.tp, self.reached(group.inside))
 
-    def _context_parallel(self, unit: Unit, group: StageGroup, tokens: float) -> float:
+    def context_parallel_seconds(self, unit: Unit, group: StageGroup, tokens: float) -> float:
+        """Return the seconds of gathering a layer's keys and values in its forward."""
         if unit != "layer" or group.cp == 1:
             return 0.0
         heads = max(self.model.num_kv_heads / group.tp, 1)
         num_bytes = 2 * tokens * group.cp * heads * self.model.head_dim * self.itemsize
-        return gather_seconds(num_bytes, group.cp, self._reached(group.inside))
+        return gather_seconds(num_bytes, group.cp, self.reached(group.inside))
 
-    def _reached(self, link: Link) -> Link:
+    def reached(self, link: Link) -> Link:
+        """Return a link as fast as training finds it."""
         return Link(link.bandwidth * self.efficiency.link, link.latency)
 
     def message(self, sender: StageGroup, receiver: StageGroup, link: Link, mbs: int) -> float:
@@ -144,7 +168,7 @@ class RooflineCosts(CostModel):
         tokens = mbs * self.workload.context
         num_ranks = min(sender.tp * sender.cp, receiver.tp * receiver.cp)
         num_bytes = tokens * self.model.hidden * self.itemsize / num_ranks
-        return send_seconds(num_bytes, self._reached(link))
+        return send_seconds(num_bytes, self.reached(link))
 
     def memory(self, group: StageGroup, layers: LayerSpan, mbs: int) -> StageMemory:
         """Return the bytes on each rank of a stage that holds these layers."""
@@ -161,12 +185,12 @@ class RooflineCosts(CostModel):
         return StageMemory(
             parameters=parameters * self.itemsize,
             gradients=parameters * self.itemsize,
-            optimizer=parameters * self._state_bytes(),
+            optimizer=parameters * self.state_bytes(),
             activation=activation * self.itemsize,
             buffers=self.reserved_bytes + work * self.itemsize,
         )
 
-    def _state_bytes(self) -> int:
+    def state_bytes(self) -> int:
         """Return the bytes of optimizer state of a parameter, with its master where that is another."""
         master = 0 if self.workload.precision == "float32" else 4
         return 4 * STATES[self.workload.optimizer] + master
@@ -178,12 +202,12 @@ class RooflineCosts(CostModel):
         """
         tp = min(share.tp for share in shares)
         num_bytes = span_parameters(self.model, layers, tp) * self.itemsize
-        return all_reduce_seconds(num_bytes, len(shares), self._reached(link))
+        return all_reduce_seconds(num_bytes, len(shares), self.reached(link))
 
     def update(self, group: StageGroup, layers: LayerSpan, num_copies: int) -> float:
         """Return the seconds of the optimizer on each rank of a stage: all it holds is read and written."""
         parameters = span_parameters(self.model, layers, group.tp)
         if self.workload.zero:
             parameters /= num_copies
-        num_bytes = parameters * (2 * self._state_bytes() + 2 * self.itemsize)
+        num_bytes = parameters * (2 * self.state_bytes() + 2 * self.itemsize)
         return num_bytes / (group.device.memory_bandwidth * self.efficiency.memory)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from hdtensor.errors import PlannerError
 from hdtensor.pipeline.lanes import Lane
+from hdtensor.pipeline.schedule.actions import Schedule
 from hdtensor.pipeline.schedule.choose import build_schedule
 from hdtensor.pipeline.schedule.simulate import Durations, Event, LaneRun, simulate
-from hdtensor.pipeline.schedule.timeline import Timeline
+from hdtensor.pipeline.schedule.timeline import Span, Timeline
+from hdtensor.planner.attribution import LaneSeconds, attribute, critical_path
+from hdtensor.planner.blocking_times import blocking_end_times
 from hdtensor.planner.cluster import Cluster
 from hdtensor.planner.costs import CostModel
 from hdtensor.planner.decompose import (
@@ -22,7 +26,7 @@ from hdtensor.planner.decompose import (
 )
 from hdtensor.planner.lane_times import LaneTimes, end_times
 from hdtensor.planner.memory import RankMemory, in_flight, rank_memory
-from hdtensor.planner.strategy import LaneChoice, Strategy
+from hdtensor.planner.strategy import Strategy
 from hdtensor.planner.workload import Workload
 
 
@@ -35,12 +39,28 @@ class Prediction:
         timeline: All that happens in it.
         memory: Bytes on each rank that has a part.
         lanes: What each lane's stages take.
+        runs: What the simulator was given: each lane's schedule and durations.
+        events: What it was given beside the passes.
     """
 
     seconds: float
     timeline: Timeline
     memory: Mapping[int, RankMemory]
     lanes: tuple[LaneTimes, ...]
+    runs: tuple[LaneRun, ...]
+    events: tuple[Event, ...]
+
+    def attribution(self) -> tuple[LaneSeconds, ...]:
+        """Return what the seconds of the step go to, for each lane. It takes one more simulation."""
+        quiet = [
+            replace(run, durations=replace(run.durations, message={}, latency=0.0))
+            for run in self.runs
+        ]
+        return attribute(self.timeline, simulate(quiet, self.events))
+
+    def critical_path(self) -> tuple[Span, ...]:
+        """Return a chain of spans from the start to the end of the step that sets its length."""
+        return critical_path(self.timeline)
 
     def overfull(self, cluster: Cluster) -> dict[int, float]:
         """Return the ranks whose memory is too small, and by how many bytes."""
@@ -72,36 +92,50 @@ def simulate_strategy(
     for choice, stages in zip(strategy.lanes, placed, strict=True):
         seconds = lane_times(choice, stages, cluster, costs)
         lane = Lane.chain([stage.choice.ranks for stage in stages])
-        schedule = build_schedule(workload.schedule, lane, choice.num_microbatches)
-        runs.append(LaneRun(lane=lane, schedule=schedule, durations=durations(seconds)))
-        memory.update(rank_memory(stages, in_flight(schedule), choice.mbs, costs, num_sharers))
+        schedule = _schedule(workload.schedule, _visits(stages), choice.num_microbatches)
+        run = LaneRun(
+            lane=lane,
+            schedule=schedule,
+            durations=durations(seconds),
+            is_blocking=costs.runtime().is_blocking,
+        )
+        runs.append(run)
+        held = _in_flight(workload.schedule, _visits(stages), choice.num_microbatches)
+        memory.update(rank_memory(stages, held, choice.mbs, costs, num_sharers))
         times.append(seconds)
-    timeline = simulate(runs, _events(strategy, placed, shares, cluster, costs))
+    events = tuple(_events(strategy, placed, shares, cluster, costs))
+    timeline = simulate(runs, events)
     return Prediction(
-        seconds=timeline.seconds, timeline=timeline, memory=memory, lanes=tuple(times)
+        seconds=timeline.seconds,
+        timeline=timeline,
+        memory=memory,
+        lanes=tuple(times),
+        runs=tuple(runs),
+        events=events,
     )
 
 
 def step_seconds(
     strategy: Strategy, cluster: Cluster, costs: CostModel, workload: Workload
 ) -> float:
-    """Return the seconds of a step with 1F1B: ``simulate_strategy``'s number, hundreds of times faster.
+    """Return the seconds of a step: ``simulate_strategy``'s number, with 1F1B hundreds of times faster.
 
     Raises:
-        PlannerError: If the strategy does not fit the cluster or the batch, or the schedule is another.
+        PlannerError: If the strategy does not fit the cluster or the batch.
     """
     if workload.schedule.lower() != "1f1b":
-        raise PlannerError(
-            f"schedule: the fast way knows 1F1B, not {workload.schedule!r}. Use simulate_strategy."
-        )
+        return simulate_strategy(strategy, cluster, costs, workload).seconds
+    traits = costs.runtime()
+    passes_end = blocking_end_times if traits.is_blocking else end_times
     check_batch(strategy, workload)
     placed = place_lanes(strategy, cluster)
     shares = find_shares(placed)
     free = {}
     for choice, stages in zip(strategy.lanes, placed, strict=True):
-        ends = end_times(lane_times(choice, stages, cluster, costs), choice.num_microbatches)
+        start = traits.start if len(stages) > 1 else 0.0
+        ends = passes_end(lane_times(choice, stages, cluster, costs), choice.num_microbatches)
         for stage, end in zip(stages, ends, strict=True):
-            free[stage.choice.ranks] = end
+            free[stage.choice.ranks] = start + end
     if len(placed) > 1:
         for share, seconds in zip(
             shares, sync_seconds(shares, placed, cluster, costs), strict=True
@@ -113,6 +147,42 @@ def step_seconds(
         for stages in placed
         for stage in stages
     )
+
+
+def strategy_memory(
+    strategy: Strategy, cluster: Cluster, costs: CostModel, workload: Workload
+) -> dict[int, RankMemory]:
+    """Return the bytes on each rank that has a part: ``simulate_strategy``'s, without its events.
+
+    Raises:
+        PlannerError: If the strategy does not fit the cluster or the batch.
+        ScheduleError: If the schedule cannot be followed by a lane.
+    """
+    check_batch(strategy, workload)
+    num_sharers = len(strategy.lanes) if workload.zero else 1
+    memory: dict[int, RankMemory] = {}
+    for choice, stages in zip(strategy.lanes, place_lanes(strategy, cluster), strict=True):
+        held = _in_flight(workload.schedule, _visits(stages), choice.num_microbatches)
+        memory |= rank_memory(stages, held, choice.mbs, costs, num_sharers)
+    return memory
+
+
+def _visits(stages: Sequence[PlacedStage]) -> tuple[int, ...]:
+    """Return, for each stage, the first one on its ranks: all that a schedule depends on."""
+    ranks = [stage.choice.ranks for stage in stages]
+    return tuple(ranks.index(each) for each in ranks)
+
+
+@lru_cache(maxsize=1024)
+def _schedule(name: str, visits: tuple[int, ...], num_microbatches: int) -> Schedule:
+    """Return a schedule, built and checked once for all lanes alike."""
+    lane = Lane.chain([(first,) for first in visits])
+    return build_schedule(name, lane, num_microbatches)
+
+
+@lru_cache(maxsize=1024)
+def _in_flight(name: str, visits: tuple[int, ...], num_microbatches: int) -> dict[int, int]:
+    return in_flight(_schedule(name, visits, num_microbatches))
 
 
 def check_batch(strategy: Strategy, workload: Workload) -> None:
@@ -145,20 +215,18 @@ def _events(
     costs: CostModel,
 ) -> list[Event]:
     events = []
+    start = costs.runtime().start
+    for lane in placed:
+        if start and len(lane) > 1:
+            ranks = {rank for stage in lane for rank in stage.choice.ranks}
+            events.append(Event("start", "gather", start, tuple(sorted(ranks)), "before"))
     if len(strategy.lanes) > 1:
         seconds = sync_seconds(shares, placed, cluster, costs)
         for share, each in zip(shares, seconds, strict=True):
-            ranks = tuple(rank for stage in share.stages for rank in stage.choice.ranks)
+            ranks = {rank for stage in share.stages for rank in stage.choice.ranks}
             events.append(Event("gradient sync", "sync", each, tuple(sorted(ranks))))
     for stages in placed:
         for stage in stages:
             each = costs.update(stage.group, stage.layers, len(placed))
             events.append(Event("optimizer", "optimizer", each, stage.choice.ranks))
     return events
-
-
-def lane_seconds(
-    choice: LaneChoice, stages: tuple[PlacedStage, ...], cluster: Cluster, costs: CostModel
-) -> float:
-    """Return when a lane with 1F1B has done all its passes."""
-    return max(end_times(lane_times(choice, stages, cluster, costs), choice.num_microbatches))

@@ -1,7 +1,9 @@
 """Operations and elements of a model's units, which all analytic costs are made of.
 
-Letters: T tokens of a micro-batch, h hidden, H heads, K heads of keys and values, d their width, f width of the
-MLP, V vocabulary, t degree of tensor parallelism. A matrix product of (m, k) with (k, n) is 2mkn operations.
+Letters: T tokens of a micro-batch, C context, h hidden, H heads, K heads of keys and values, d and v widths of a
+head of keys and of values, f width of the MLP, V vocabulary, t degree of tensor parallelism. A product of
+matrices (m, k) and (k, n) is 2mkn operations. A layer is the mean one, where first layers are dense and the
+others have experts.
 """
 
 from __future__ import annotations
@@ -36,37 +38,68 @@ def kv_heads_per_rank(model: ModelShape, tp: int) -> float:
 
 
 def _attention_parameters(model: ModelShape, tp: int) -> float:
-    heads = model.num_heads / tp + 2 * kv_heads_per_rank(model, tp)
-    return model.hidden * model.head_dim * (heads + model.num_heads / tp)
+    """Return the elements of attention's projections on a rank; those to latent vectors are on each rank whole."""
+    h, d = model.hidden, model.head_dim
+    heads, value = model.num_heads / tp, model.value_dim or model.head_dim
+    output = heads * value * h
+    if not model.kv_rank:
+        return h * (heads * d + kv_heads_per_rank(model, tp) * (d + value)) + output
+    queries = model.q_rank * (h + heads * d) if model.q_rank else h * heads * d
+    down = h * (model.kv_rank + model.rope_dim)
+    up = model.kv_rank * heads * (d - model.rope_dim + value)
+    return queries + down + up + output
 
 
-def _expert_parameters(model: ModelShape, tp: int) -> float:
-    return model.num_matrices * model.hidden * model.ffn / tp
+class _Mlp(NamedTuple):
+    """The mean MLP of a layer.
+
+    Attributes:
+        width: Inner width that a token sees.
+        parameters: Elements, of all experts: a micro-batch reads them all.
+    """
+
+    width: float
+    parameters: float
+
+
+def _mlp(model: ModelShape) -> _Mlp:
+    one = model.num_matrices * model.hidden
+    if not model.num_experts:
+        return _Mlp(model.ffn, one * model.ffn)
+    dense = model.num_dense_layers / model.num_layers
+    dense_width = model.dense_ffn or model.ffn
+    seen = (model.experts_per_token + model.num_shared_experts) * model.ffn
+    held = (model.num_experts + model.num_shared_experts) * model.ffn
+    width = dense * dense_width + (1 - dense) * seen
+    return _Mlp(width, one * (dense * dense_width + (1 - dense) * held))
 
 
 def unit_parameters(model: ModelShape, unit: Unit, tp: int) -> float:
     """Return how many parameters of a unit a rank holds. All experts are on every stage's ranks."""
     match unit:
         case "embedding":
-            return model.vocab * model.hidden / tp
+            return model.hidden * (model.vocab / tp + model.num_positions)
         case "head":
-            return model.hidden * (1 + (0 if model.is_tied else model.vocab / tp))
+            return model.hidden * (1 + model.vocab / tp)
         case "layer":
-            num_mlps = max(model.num_experts, 1) + model.num_shared_experts
             router = model.hidden * model.num_experts
-            mlps = num_mlps * _expert_parameters(model, tp)
-            return _attention_parameters(model, tp) + mlps + router + 2 * model.hidden
+            return (
+                _attention_parameters(model, tp)
+                + _mlp(model).parameters / tp
+                + router
+                + 2 * model.hidden
+            )
 
 
 def span_parameters(model: ModelShape, layers: LayerSpan, tp: int) -> float:
-    """Return how many parameters of some layers a rank holds; a tied head has its own copy on a later stage."""
+    """Return how many parameters of some layers a rank holds; a tied head is the embedding's where both are."""
     total = layers.num_layers * unit_parameters(model, "layer", tp)
     if layers.is_first:
         total += unit_parameters(model, "embedding", tp)
     if layers.is_last:
         total += unit_parameters(model, "head", tp)
-        if model.is_tied and not layers.is_first:
-            total += unit_parameters(model, "embedding", tp)
+    if layers.is_first and layers.is_last and model.is_tied:
+        total -= model.hidden * model.vocab / tp
     return total
 
 
@@ -94,23 +127,20 @@ def unit_work(model: ModelShape, unit: Unit, tp: int, tokens: float, context: in
 
 
 def _layer_work(model: ModelShape, tp: int, tokens: float, context: int) -> Work:
-    num_seen = (model.experts_per_token if model.num_experts else 1) + model.num_shared_experts
-    projections = _attention_parameters(model, tp)
-    mlp = num_seen * _expert_parameters(model, tp)
+    projections, mlp = _attention_parameters(model, tp), _mlp(model)
+    inner = mlp.width / tp
     router = model.hidden * model.num_experts
-    heads = model.num_heads / tp
-    inner = num_seen * model.ffn / tp
+    heads, value = model.num_heads / tp, model.value_dim or model.head_dim
     moved = tokens * (
         10 * model.hidden / tp  # two norms and two residuals, cut by sequence
         + 2 * model.head_dim * (heads + kv_heads_per_rank(model, tp))  # positions
         + model.num_matrices * inner  # activation of the MLP
     )
-    read = projections + max(model.num_experts, 1) * _expert_parameters(model, tp)
     return Work(
-        matmul=2 * tokens * (projections + mlp + router),
-        attention=2 * tokens * context * heads * model.head_dim,  # 4 T C H d, halved by causality
+        matmul=2 * tokens * (projections + model.num_matrices * model.hidden * inner + router),
+        attention=tokens * context * heads * (model.head_dim + value),
         moved=moved,
-        weights=read,
+        weights=projections + mlp.parameters / tp,
         num_kernels=20 + 6 * model.num_experts,
     )
 
@@ -123,8 +153,9 @@ def unit_activations(model: ModelShape, unit: Unit, tp: int, tokens: float) -> f
         case "head":
             return tokens * (2 * model.hidden / tp + 2 * model.vocab / tp)  # logits, and in float32
         case "layer":
-            num_seen = model.experts_per_token if model.num_experts else 1
-            inner = (num_seen + model.num_shared_experts) * model.ffn / tp
-            heads = model.num_heads / tp
-            attention = model.head_dim * (2 * heads + 2 * kv_heads_per_rank(model, tp))
-            return tokens * (4 * model.hidden / tp + attention + model.num_matrices * inner)
+            heads, value = model.num_heads / tp, model.value_dim or model.head_dim
+            kv = kv_heads_per_rank(model, tp)
+            attention = model.head_dim * heads + value * heads + kv * (model.head_dim + value)
+            latent = model.q_rank + model.kv_rank
+            inner = model.num_matrices * _mlp(model).width / tp
+            return tokens * (4 * model.hidden / tp + attention + latent + inner)

@@ -1,0 +1,143 @@
+"""From inputs to a plan: costs by what was measured, the search, and what it says of its choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hdtensor.errors import PlannerError
+from hdtensor.planner.cluster import Cluster
+from hdtensor.planner.costs import CostModel
+from hdtensor.planner.emit import Planned
+from hdtensor.planner.model import ModelShape
+from hdtensor.planner.profiled import ProfiledCosts
+from hdtensor.planner.profiles import Profile
+from hdtensor.planner.roofline import RooflineCosts
+from hdtensor.planner.search import Progress, SearchResult, search
+from hdtensor.planner.simulate import simulate_strategy
+from hdtensor.planner.space import Space
+from hdtensor.planner.strategy import Strategy
+from hdtensor.planner.summary import Summary, summarize
+from hdtensor.planner.workload import Workload
+
+
+#: Micro-batches of all stages that are simulated at most.
+MAX_PASSES = 1 << 18
+
+
+def make_costs(
+    model: ModelShape, workload: Workload, cluster: Cluster, profiles: Sequence[Profile] = ()
+) -> CostModel:
+    """Return costs from profiles where there are some, else by the roofline.
+
+    Args:
+        model: Sizes.
+        workload: The step.
+        cluster: The devices; each must know the workload's precision.
+        profiles: At most one of each kind of device.
+
+    Raises:
+        PlannerError: If a device does not know the precision, or a profile does not fit.
+    """
+    kinds = {device.name: device for device in cluster.devices()}
+    for device in kinds.values():
+        device.flops_of(workload.precision)
+    roofline = RooflineCosts(model=model, workload=workload)
+    if not profiles:
+        return roofline
+    by_device: dict[str, Profile] = {}
+    for profile in profiles:
+        if profile.device in by_device:
+            raise PlannerError(f"profile: two are of {profile.device}; give one for each kind.")
+        if profile.device not in kinds:
+            raise PlannerError(
+                f"profile: it is of {profile.device}, but the cluster has {', '.join(kinds)}."
+            )
+        by_device[profile.device] = profile
+    return ProfiledCosts(roofline=roofline, profiles=by_device)
+
+
+def predict(planned: Planned, costs: CostModel, why: dict[str, Any] | None = None) -> Summary:
+    """Return what a strategy's step takes, by the event simulator.
+
+    Args:
+        planned: The strategy and what it is for.
+        costs: Seconds and bytes.
+        why: What the planner says of its choice.
+
+    Raises:
+        PlannerError: If there are more passes than the simulator does in a minute or so.
+    """
+    lanes = planned.strategy.lanes
+    num_passes = sum(lane.num_microbatches * len(lane.stages) for lane in lanes)
+    if num_passes > MAX_PASSES:
+        raise PlannerError(
+            f"microbatches: the lanes' stages do {num_passes} micro-batches; at most {MAX_PASSES} are simulated. Take "
+            f"larger micro-batches, or a smaller batch."
+        )
+    prediction = simulate_strategy(planned.strategy, planned.cluster, costs, planned.workload)
+    return summarize(planned, prediction, why)
+
+
+def find_plan(
+    model: ModelShape,
+    space: Space,
+    *,
+    report: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> tuple[Planned, SearchResult]:
+    """Return the fastest strategy found, and what the search says of it.
+
+    Args:
+        model: Sizes.
+        space: What ``make_space`` returns for the cluster, costs and workload.
+        report: Is told how far the search is.
+        should_stop: Is asked now and then; once it says yes, the best so far is returned.
+
+    Raises:
+        PlannerError: If nothing fits in memory.
+    """
+    result = search(space, report=report, should_stop=should_stop)
+    return Planned(result.strategy, model, space.cluster, space.workload), result
+
+
+def why_of(result: SearchResult) -> dict[str, Any]:
+    """Return what a search says of its choice, as JSON values."""
+    uniform = result.uniform
+    why: dict[str, Any] = {
+        "bound_seconds": result.bound.seconds,
+        "gap": result.gap,
+        "num_simulated": result.num_scored,
+        "is_complete": result.is_complete,
+        "uniform_seconds": None if uniform is None else uniform.seconds,
+        "uniform": "" if uniform is None else strategy_text(uniform.strategy),
+        "reasons": [],
+        "alternatives": [
+            {
+                "what": candidate.what,
+                "seconds": candidate.seconds,
+                "reason": f"{candidate.seconds / result.seconds - 1:.2%} slower",
+            }
+            for candidate in result.candidates[:9]
+            if candidate.strategy != result.strategy
+        ],
+    }
+    if not result.is_complete:
+        why["reasons"].append(
+            "The search was stopped before its end: this is the best plan so far."
+        )
+    return why
+
+
+def strategy_text(strategy: Strategy) -> str:
+    """Return a strategy in short, as ``2 lanes: 20+20+20 layers, tp 4`` for each kind of lane."""
+    kinds: dict[str, int] = {}
+    for lane in strategy.lanes:
+        layers = "+".join(str(stage.num_layers) for stage in lane.stages)
+        tps = ",".join(dict.fromkeys(str(stage.tp) for stage in lane.stages))
+        text = f"{layers} layers, tp {tps}, {lane.num_microbatches} x {lane.mbs}"
+        kinds[text] = kinds.get(text, 0) + 1
+    return "; ".join(
+        f"{count} lane{'' if count == 1 else 's'} of {text}"
+        for text, count in list(kinds.items())[:4]
+    ) + ("; ..." if len(kinds) > 4 else "")
