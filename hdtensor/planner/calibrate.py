@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,10 @@ from hdtensor.planner.strategy import Strategy
 
 
 _MOST_HALVINGS = 60
-_CLOSE = 1e-6
+_LONGEST = 1e9
+
+#: Costs that one factor slows down.
+_Costs = TypeVar("_Costs", RooflineCosts, ProfiledCosts)
 
 
 class MeasuredStep(NamedTuple):
@@ -142,12 +145,10 @@ def _coordinate_search(
     return values
 
 
-def calibrate(
-    costs: RooflineCosts, strategy: Strategy, cluster: Cluster, seconds: float
-) -> RooflineCosts:
+def calibrate(costs: _Costs, strategy: Strategy, cluster: Cluster, seconds: float) -> _Costs:
     """Return costs whose devices all compute slower, or faster, by one factor, so that a measured step comes out.
 
-    Communication stays as it is.
+    Communication beside the passes stays as it is.
 
     Args:
         costs: To start from.
@@ -158,16 +159,15 @@ def calibrate(
     Raises:
         PlannerError: If communication alone takes longer than the step, or the number is none.
     """
-    if not 0 < seconds < 1e9:
-        raise PlannerError(f"seconds: a step takes more than 0 and less than 1e9, got {seconds}.")
-
-    def slowed(factor: float) -> RooflineCosts:
-        names = {device.name for device in cluster.devices()}
-        slowness = {name: costs.slowness.get(name, 1.0) * factor for name in names}
-        return replace(costs, slowness={**costs.slowness, **slowness})
+    if not 0 < seconds < _LONGEST:
+        raise PlannerError(
+            f"seconds: a step takes more than 0 and less than {_LONGEST:g}, got {seconds}."
+        )
+    names = {device.name for device in cluster.devices()}
 
     def step(factor: float) -> float:
-        return step_seconds(strategy, cluster, slowed(factor), costs.workload)
+        slowed = costs.slowed(dict.fromkeys(names, factor))
+        return step_seconds(strategy, cluster, slowed, costs.workload)
 
     low, high = 0.0, 1.0
     if step(low) >= seconds:
@@ -179,8 +179,5 @@ def calibrate(
         low, high = high, 2 * high
     for _ in range(_MOST_HALVINGS):
         middle = (low + high) / 2
-        now = step(middle)
-        if abs(now / seconds - 1) < _CLOSE:
-            return slowed(middle)
-        low, high = (middle, high) if now < seconds else (low, middle)
-    return slowed((low + high) / 2)
+        low, high = (middle, high) if step(middle) < seconds else (low, middle)
+    return costs.slowed(dict.fromkeys(names, (low + high) / 2))

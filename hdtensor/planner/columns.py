@@ -19,23 +19,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hdtensor.planner.cluster import Link
-from hdtensor.planner.costs import LayerSpan
 from hdtensor.planner.decompose import slowest_link
 from hdtensor.planner.lane_times import LaneTimes
 from hdtensor.planner.shapes import Shape, shapes_by_length
 from hdtensor.planner.space import Floats, Ints, Space
+from hdtensor.planner.tails import usual_tails
 
 
 #: Halvings of the interval in which the time of a shape lies.
 _HALVINGS = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tails:
-    """Seconds after the passes: synchronization and optimizer, of shape (4, kinds): (none, per layer, first, last)."""
-
-    seconds: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,36 +60,6 @@ class Columns:
         """Return what each lane takes for a number of micro-batches."""
         found: Floats = (num_microbatches[:, None] * self.per + self.beside).max(axis=1)
         return found
-
-
-def find_tails(space: Space, num_lanes: int) -> Tails:
-    """Return what comes after the passes in a step of a number of lanes, when all links between nodes are busy."""
-    seconds = np.zeros((4, len(space.kinds)))
-    spans = (LayerSpan(1), LayerSpan(2), LayerSpan(1, is_first=True), LayerSpan(1, is_last=True))
-    for k, kind in enumerate(space.kinds):
-        if not np.isfinite(space.prices.layer[k]).any():
-            continue
-        link = _sync_link(space, k)
-        one, two, first, last = (
-            (
-                space.costs.synchronize((kind.group,) * num_lanes, span, link)
-                if num_lanes > 1
-                else 0.0
-            )
-            + space.costs.update(kind.group, span, num_lanes)
-            for span in spans
-        )
-        seconds[:, k] = (max(0.0, 2 * one - two), two - one, first - one, last - one)
-    return Tails(seconds=seconds)
-
-
-def _sync_link(space: Space, kind: int) -> Link:
-    pool = space.pools[space.kinds[kind].pool]
-    nodes = [number for each in space.pools for number in each.nodes[:1]]
-    if len(pool.nodes) > 1:
-        nodes.append(pool.nodes[1])
-    size = space.kinds[kind].size
-    return slowest_link(space.cluster, pool.nodes[:1], nodes, dict.fromkeys(nodes, size))
 
 
 def find_messages(space: Space) -> Floats:
@@ -159,7 +121,7 @@ class ColumnMaker:
         """
         self.space = space
         self._sharers = num_lanes if space.workload.zero else 1
-        self._tails = find_tails(space, num_lanes).seconds
+        self._tails = usual_tails(space, num_lanes)
         self._messages = find_messages(space)
 
     def make(self, shapes: Sequence[Shape]) -> list[Columns]:
@@ -200,9 +162,7 @@ class ColumnMaker:
         beside_forward[:, -1] += prices.last_forward[kinds[:, -1], m]
         message = np.zeros(kinds.shape)
         message[:, :-1] = self._messages[kinds[:, :-1], kinds[:, 1:], m]
-        tail_beside = self._tails[0][kinds]
-        tail_beside[:, 0] += self._tails[2][kinds[:, 0]]
-        tail_beside[:, -1] += self._tails[3][kinds[:, -1]]
+        tail_beside = self._tails.of(kinds, np.zeros_like(kinds))
         kept = drain_part(self.space.workload.schedule)
         return _Loads(
             layer=layer,
@@ -210,7 +170,7 @@ class ColumnMaker:
             fill=forward / layer,
             round=(forward + kept * (layer - forward)) / layer,
             message=message,
-            tail_layer=self._tails[1][kinds],
+            tail_layer=self._tails.per_layer[kinds],
             tail_beside=tail_beside,
             max_layers=self.max_layers(kinds, m),
             ahead=float(self.space.workload.schedule.lower() != "gpipe"),
@@ -231,10 +191,7 @@ class ColumnMaker:
 
     def tail_seconds(self, kinds: Sequence[int], layers: Sequence[int]) -> list[float]:
         """Return what comes after the passes of each stage of one lane."""
-        k = np.array(kinds)
-        tails = self._tails[0][k] + self._tails[1][k] * np.array(layers)
-        tails[0] += self._tails[2][k[0]]
-        tails[-1] += self._tails[3][k[-1]]
+        tails = self._tails.of(np.array([kinds]), np.array([layers]))[0]
         found: list[float] = tails.tolist()
         return found
 

@@ -57,12 +57,13 @@ def place_lanes(strategy: Strategy, cluster: Cluster) -> tuple[tuple[PlacedStage
 def _place(stages: Sequence[StageChoice], number: int, cluster: Cluster) -> PlacedStage:
     choice = stages[number]
     where = f"stages: the stage of ranks {ranks_text(choice.ranks)}"
-    if len(choice.ranks) != choice.tp * choice.cp:
+    if not choice.ranks or len(choice.ranks) != choice.tp * choice.cp:
         raise PlannerError(
             f"{where} has {len(choice.ranks)} ranks, but tp * cp is {choice.tp} * {choice.cp}."
         )
-    if not all(0 <= rank < cluster.num_ranks for rank in choice.ranks):
-        raise PlannerError(f"{where} is not within the cluster's 0-{cluster.num_ranks - 1}.")
+    last = cluster.first_ranks[-1] + cluster.nodes[-1].num_devices - 1
+    if min(choice.ranks) < 0 or max(choice.ranks) > last:
+        raise PlannerError(f"{where} is not within the cluster's 0-{last}.")
     nodes: defaultdict[int, int] = defaultdict(int)
     for rank in choice.ranks:
         nodes[cluster.node_of(rank)] += 1

@@ -76,11 +76,18 @@ def lattice_units(room: Sequence[int], most: int) -> tuple[int, ...]:
     return tuple(units)
 
 
-def pack(caps: Ints, devices: Ints, room: Sequence[int], most: int = 400) -> list[int]:
+def pack(
+    caps: Ints,
+    devices: Ints,
+    room: Sequence[int],
+    most_lanes: int | None = None,
+    most_points: int = 400,
+) -> list[int]:
     """Return the lanes, by their numbers, with the most samples in all; one may be taken often.
 
-    Exact where the lattice counts single devices; else lanes are counted as the next multiple of its unit.
-    Tables of one lane, two, four and so on are joined by taking the best split at each point.
+    Exact where the lattice counts single devices; else a lane takes the next multiple of the lattice's unit.
+    The best of up to n lanes at each point is the best split of the point between up to n / 2 lanes twice, and one more
+    if n is odd.
 
     >>> pack(np.array([3, 2]), np.array([[2], [1]]), [5])
     [1, 1, 1, 1, 1]
@@ -89,53 +96,72 @@ def pack(caps: Ints, devices: Ints, room: Sequence[int], most: int = 400) -> lis
         caps: Samples of each lane, of shape (lanes,).
         devices: What each takes of each pool, of shape (lanes, pools).
         room: Devices of each pool.
-        most: Points of the lattice.
+        most_lanes: How many lanes may be taken; None for any number.
+        most_points: Points of the lattice.
     """
-    units = np.array(lattice_units(room, most))
+    units = np.array(lattice_units(room, most_points))
     places = -(-devices // units)
     shape = tuple(r // u + 1 for r, u in zip(room, units, strict=True))
     usable = np.flatnonzero((caps > 0) & (places < np.array(shape)).all(axis=1))
-    single = np.zeros(shape, dtype=np.int64)
-    lane_at = np.full(shape, -1, dtype=np.int64)
     order = usable[np.argsort(caps[usable], kind="stable")]
     index = tuple(places[order].T)
-    single[index] = caps[order]  # the last of equal places is the best one
-    lane_at[index] = order
-    tables = [single]
-    while True:
-        joined = _join(tables[-1])
-        if (joined == tables[-1]).all():
-            break
-        tables.append(joined)
-    top = np.unravel_index(int(tables[-1].argmax()), shape)
-    return sorted(_lanes_at(tables, len(tables) - 1, tuple(int(i) for i in top), lane_at))
+    single = _Table(np.zeros(shape, dtype=np.int64))
+    single.values[index] = caps[order]  # the last of equal places is the best one
+    single.lane_at = np.full(shape, -1, dtype=np.int64)
+    single.lane_at[index] = order
+    best = _best_of(single, most_lanes)
+    top = np.unravel_index(int(best.values.argmax()), shape)
+    return sorted(best.lanes(tuple(int(i) for i in top)))
 
 
-def _join(table: Ints) -> Ints:
-    """Return, at each point, the best sum of two entries whose points add up to it."""
-    best = table.copy()
-    for point in zip(*np.nonzero(table), strict=True):
-        low = tuple(slice(int(i), None) for i in point)
-        high = tuple(slice(0, n - int(i)) for i, n in zip(point, table.shape, strict=True))
-        np.maximum(best[low], table[high] + table[point], out=best[low])
-    return best
+class _Table:
+    """The most samples of some lanes at each point, as of one lane or joined of two tables."""
+
+    def __init__(
+        self, values: Ints, one: _Table | None = None, other: _Table | None = None
+    ) -> None:
+        self.values, self.one, self.other = values, one, other
+        self.lane_at: Ints = values
+
+    def join(self, other: _Table) -> _Table:
+        """Return the table of the lanes of both."""
+        best = np.maximum(self.values, other.values)
+        for point in zip(*np.nonzero(self.values), strict=True):
+            low = tuple(slice(int(i), None) for i in point)
+            high = tuple(slice(0, n - int(i)) for i, n in zip(point, best.shape, strict=True))
+            np.maximum(best[low], other.values[high] + self.values[point], out=best[low])
+        return _Table(best, self, other)
+
+    def lanes(self, point: tuple[int, ...]) -> list[int]:
+        """Return the lanes whose samples an entry is the sum of."""
+        value = int(self.values[point])
+        if value == 0:
+            return []
+        if self.one is None or self.other is None:
+            return [int(self.lane_at[point])]
+        for table in (self.one, self.other):
+            if int(table.values[point]) == value:
+                return table.lanes(point)
+        near = self.one.values[tuple(slice(0, i + 1) for i in point)]
+        rest = self.other.values[tuple(slice(0, i + 1) for i in point)]
+        rest = rest[tuple(slice(None, None, -1) for _ in point)]
+        split = np.unravel_index(int((near + rest).argmax()), near.shape)
+        first = tuple(int(i) for i in split)
+        second = tuple(p - i for p, i in zip(point, first, strict=True))
+        return self.one.lanes(first) + self.other.lanes(second)
 
 
-def _lanes_at(
-    tables: Sequence[Ints], level: int, point: tuple[int, ...], lane_at: Ints
-) -> list[int]:
-    """Return the lanes whose samples an entry is the sum of."""
-    value = int(tables[level][point])
-    while level and int(tables[level - 1][point]) == value:
-        level -= 1
-    if value == 0:
-        return []
-    if level == 0:
-        return [int(lane_at[point])]
-    table = tables[level - 1]
-    near = table[tuple(slice(0, i + 1) for i in point)]
-    rest = near[tuple(slice(None, None, -1) for _ in point)]
-    split = np.unravel_index(int((near + rest).argmax()), near.shape)
-    one = tuple(int(i) for i in split)
-    other = tuple(p - i for p, i in zip(point, one, strict=True))
-    return _lanes_at(tables, level - 1, one, lane_at) + _lanes_at(tables, level - 1, other, lane_at)
+def _best_of(single: _Table, most_lanes: int | None) -> _Table:
+    """Return the table of up to a number of lanes."""
+    if most_lanes is None:
+        now = single
+        while True:
+            joined = now.join(now)
+            if (joined.values == now.values).all():
+                return now
+            now = joined
+    if most_lanes == 1:
+        return single
+    half = _best_of(single, most_lanes // 2)
+    both = half.join(half)
+    return single.join(both) if most_lanes % 2 else both

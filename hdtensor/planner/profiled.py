@@ -7,7 +7,7 @@ configurations; here an operator is a unit of the model, and ``profile_lines`` h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hdtensor.errors import PlannerError
@@ -27,6 +27,7 @@ from hdtensor.planner.profiles import Profile
 from hdtensor.planner.regression import fit_line
 from hdtensor.planner.roofline import RooflineCosts
 from hdtensor.planner.unit_bytes import span_bytes
+from hdtensor.planner.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +59,14 @@ class ProfiledCosts(CostModel):
         constants: Of the training system.
         smoothing: Weight of the line where there is a measurement of just this size; the rest is the
             measurement's. A line is right where each measurement has its own noise.
+        slowness: Name of a device -> factor on its measured seconds, as ``calibrate`` finds it.
     """
 
     roofline: RooflineCosts
     profiles: Mapping[str, Profile]
     constants: RuntimeConstants = field(default_factory=RuntimeConstants)
     smoothing: float = 1.0
+    slowness: Mapping[str, float] = field(default_factory=dict)
     _cache: dict[tuple[Unit, StageGroup, int], UnitSeconds] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -71,6 +74,19 @@ class ProfiledCosts(CostModel):
     def __post_init__(self) -> None:
         for name, profile in self.profiles.items():
             _check_profile(name, profile, self.roofline)
+
+    @property
+    def workload(self) -> Workload:
+        """What is trained."""
+        return self.roofline.workload
+
+    def slowed(self, factors: Mapping[str, float]) -> ProfiledCosts:
+        """Return costs whose devices compute slower by these factors: name of a device -> factor."""
+        slowness = {
+            **self.slowness,
+            **{name: self.slowness.get(name, 1.0) * by for name, by in factors.items()},
+        }
+        return replace(self, slowness=slowness, roofline=self.roofline.slowed(factors))
 
     @cached_property
     def lines(self) -> dict[str, ProfileLines]:
@@ -97,7 +113,8 @@ class ProfiledCosts(CostModel):
         tokens = mbs * context / group.cp
         work = unit_operations(self.roofline.model, unit, tokens, context)
         exact = table.measured(unit, group.tp, work) if group.cp == 1 else None
-        weight = 1.0 if exact is None else self.smoothing
+        factor = self.slowness.get(group.device.name, 1.0)
+        weight = factor * (1.0 if exact is None else self.smoothing)
         parts = {
             "fixed": UnitSeconds(forward.fixed * weight, backward.fixed * weight),
             "by work": UnitSeconds(
@@ -105,7 +122,7 @@ class ProfiledCosts(CostModel):
             ),
         }
         if exact is not None:
-            rest = 1 - weight
+            rest = factor - weight
             parts["as measured"] = UnitSeconds(exact.forward * rest, exact.backward * rest)
         return parts | self._beside(unit, group, tokens, parts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hdtensor.errors import PlannerError
 from hdtensor.planner.cluster import Link
@@ -87,6 +87,14 @@ class RooflineCosts(CostModel):
             raise PlannerError(
                 f"optimizer: there is no {self.workload.optimizer!r}; there are {', '.join(STATES)}."
             )
+
+    def slowed(self, factors: Mapping[str, float]) -> RooflineCosts:
+        """Return costs whose devices compute slower by these factors: name of a device -> factor."""
+        slowness = {
+            **self.slowness,
+            **{name: self.slowness.get(name, 1.0) * by for name, by in factors.items()},
+        }
+        return replace(self, slowness=slowness)
 
     @property
     def itemsize(self) -> int:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hdtensor.errors import PlannerError
-from hdtensor.planner.bounds import Bound, lower_bound
+from hdtensor.planner.bounds import Bound, lower_bound, work_bound
 from hdtensor.planner.levels import Level, deal, describe
 from hdtensor.planner.place import LaneDraft, place
 from hdtensor.planner.refine import refine_layers, refine_microbatches
@@ -167,8 +167,8 @@ class _Run:
         for lanes in level.equal(_EQUAL):
             self._try(level, lanes)
         room = np.array(self.space.devices)
-        start = work = lower_bound(self.space).work
-        relaxed = level.relaxed_seconds(start, 4 * max(self.seconds, work), room)
+        work = work_bound(self.space)
+        relaxed = level.relaxed_seconds(work, min(self.seconds, 64 * work), room)
         if relaxed >= self.seconds:
             return
         best = level.whole_seconds(relaxed, self.seconds, room)
@@ -211,7 +211,7 @@ class _Run:
             space=self.space,
             strategy=strategy,
             seconds=seconds,
-            bound=lower_bound(self.space),
+            bound=lower_bound(self.space, seconds),
             uniform=self.uniform,
             candidates=tuple(ranked),
             num_scored=self.scorer.num_scored,

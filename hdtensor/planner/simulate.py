@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hdtensor.errors import PlannerError
 from hdtensor.pipeline.lanes import Lane
+from hdtensor.pipeline.schedule.actions import Schedule
 from hdtensor.pipeline.schedule.choose import build_schedule
 from hdtensor.pipeline.schedule.simulate import Durations, Event, LaneRun, simulate
 from hdtensor.pipeline.schedule.timeline import Span, Timeline
@@ -91,7 +92,7 @@ def simulate_strategy(
     for choice, stages in zip(strategy.lanes, placed, strict=True):
         seconds = lane_times(choice, stages, cluster, costs)
         lane = Lane.chain([stage.choice.ranks for stage in stages])
-        schedule = build_schedule(workload.schedule, lane, choice.num_microbatches)
+        schedule = _schedule(workload.schedule, _visits(stages), choice.num_microbatches)
         run = LaneRun(
             lane=lane,
             schedule=schedule,
@@ -99,7 +100,8 @@ def simulate_strategy(
             is_blocking=costs.runtime().is_blocking,
         )
         runs.append(run)
-        memory.update(rank_memory(stages, in_flight(schedule), choice.mbs, costs, num_sharers))
+        held = _in_flight(workload.schedule, _visits(stages), choice.num_microbatches)
+        memory.update(rank_memory(stages, held, choice.mbs, costs, num_sharers))
         times.append(seconds)
     events = tuple(_events(strategy, placed, shares, cluster, costs))
     timeline = simulate(runs, events)
@@ -160,15 +162,27 @@ def strategy_memory(
     num_sharers = len(strategy.lanes) if workload.zero else 1
     memory: dict[int, RankMemory] = {}
     for choice, stages in zip(strategy.lanes, place_lanes(strategy, cluster), strict=True):
-        held = _in_flight(workload.schedule, len(stages), choice.num_microbatches)
+        held = _in_flight(workload.schedule, _visits(stages), choice.num_microbatches)
         memory |= rank_memory(stages, held, choice.mbs, costs, num_sharers)
     return memory
 
 
+def _visits(stages: Sequence[PlacedStage]) -> tuple[int, ...]:
+    """Return, for each stage, the first one on its ranks: all that a schedule depends on."""
+    ranks = [stage.choice.ranks for stage in stages]
+    return tuple(ranks.index(each) for each in ranks)
+
+
 @lru_cache(maxsize=1024)
-def _in_flight(schedule: str, num_stages: int, num_microbatches: int) -> dict[int, int]:
-    lane = Lane.chain([(stage,) for stage in range(num_stages)])
-    return in_flight(build_schedule(schedule, lane, num_microbatches))
+def _schedule(name: str, visits: tuple[int, ...], num_microbatches: int) -> Schedule:
+    """Return a schedule, built and checked once for all lanes alike."""
+    lane = Lane.chain([(first,) for first in visits])
+    return build_schedule(name, lane, num_microbatches)
+
+
+@lru_cache(maxsize=1024)
+def _in_flight(name: str, visits: tuple[int, ...], num_microbatches: int) -> dict[int, int]:
+    return in_flight(_schedule(name, visits, num_microbatches))
 
 
 def check_batch(strategy: Strategy, workload: Workload) -> None:

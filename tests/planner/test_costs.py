@@ -297,8 +297,10 @@ NODES = Cluster(
 )
 
 
-def test_one_measured_step_scales_all_computing():
-    costs = roofline()
+@pytest.mark.parametrize(
+    "costs", [roofline(), profiled(profile(0.01, 0.002))], ids=["roofline", "profiled"]
+)
+def test_one_measured_step_scales_all_computing(costs):
     plan = strategy(
         lane((range(4), 20), (range(8, 12), 12), count=40),
         lane((range(4, 8), 20), (range(12, 16), 12), count=24),
