@@ -30,7 +30,7 @@ class MeasuredStep(NamedTuple):
         strategy: What ran.
         cluster: Where.
         costs: Of its model and workload.
-        seconds: Of a step, measured.
+        seconds: Of a step, measured; NaN if nobody did.
         memory_bytes: Of the fullest device, measured; None if nobody did, or if it cannot be right.
     """
 
@@ -90,6 +90,10 @@ def fit_runtime(steps: Sequence[MeasuredStep], first: RuntimeConstants) -> Runti
     if len(steps) < 3:
         raise PlannerError(
             f"steps: three measured steps or more are needed for as many numbers, got {len(steps)}."
+        )
+    if not all(0 < step.seconds < _LONGEST for step in steps):
+        raise PlannerError(
+            f"steps: each must have measured seconds, more than 0 and less than {_LONGEST:g}."
         )
 
     def with_times(values: Mapping[str, float]) -> RuntimeConstants:
