@@ -32,13 +32,14 @@ from hdtensor.planner.emit import Planned, emit
 from hdtensor.planner.library import ALIASES, DEVICES, NETWORKS, find_device
 from hdtensor.planner.models import find_model
 from hdtensor.planner.page import save_page
-from hdtensor.planner.planning import find_plan, predict, why_of
+from hdtensor.planner.planning import find_plan, predict
 from hdtensor.planner.profile import ProfileOptions, missing_points, profile
 from hdtensor.planner.progress import Interrupt, ProgressBar
 from hdtensor.planner.space import SearchOptions, make_space
 from hdtensor.planner.strategy import Strategy
 from hdtensor.planner.summary import Summary
 from hdtensor.planner.text_report import bytes_text, seconds_text, step_text, table_lines
+from hdtensor.planner.why import why_of
 from hdtensor.planner.workload import PRECISIONS
 
 
@@ -130,8 +131,9 @@ def _plan(options: argparse.Namespace) -> int:
             ),
             should_stop=lambda: interrupt.is_set() or _is_late(started, options.seconds),
         )
-    why = why_of(result)
-    summary = predict(planned, costs, why)
+    summary = predict(planned, costs)
+    why = why_of(result, summary, costs)
+    summary = replace(summary, why=why)
     predicted = {"step_seconds": summary.prediction.seconds, **why}
     plan = emit(planned, label=f"{model.name}, {workload.batch} samples", predicted=predicted)
     if options.output is not None:
