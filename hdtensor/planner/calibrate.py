@@ -131,7 +131,7 @@ def _coordinate_search(
 ) -> dict[str, float]:
     """Return values, none negative, with a small error: one after another is multiplied by finer and finer factors."""
     values, best = dict(first), error(first)
-    for factor in (4.0, 2.0, 1.4, 1.2, 1.1, 1.05):
+    for factor in (4.0, 2.0, 1.4, 1.15, 1.05):
         improved = True
         while improved:
             improved = False
