@@ -91,8 +91,9 @@ def lower_bound(space: Space, high: float | None = None) -> Bound:
     classes = [LaneBound(space, sets, least, most) for least, most in _lane_classes(space)]
     while top > low * (1 + _CLOSE):
         middle = (low * top) ** 0.5 if high is None else (low + 3 * top) / 4
-        if any(each.may_end_in(middle) for each in classes):
-            top = middle
+        still = [each for each in classes if each.may_end_in(middle)]
+        if still:  # what cannot end in this time cannot in a shorter one either
+            classes, top = still, middle
         else:
             low = middle
     return Bound(low, work)
@@ -233,7 +234,7 @@ def _least_with_whole_layers(
 ) -> Floats:
     """Return the seconds of the slowest stage if whole layers are split as well as can be, for each set.
 
-    Embedding and head stand where they cost the fewest layers, perhaps on the same stage.
+    Embedding and head stand where they cost the fewest layers, on one stage only if there is no other.
 
     Args:
         counts: How many stages of each kind, of shape (sets, kinds).
@@ -247,17 +248,17 @@ def _least_with_whole_layers(
     times = times[times > 0]
     layers = np.floor(times[:, None] / seconds * (1 + 1e-12) + 1e-9)
     lost = []
-    for part in beside:
+    for part in (*beside, beside[0] + beside[1]):
         less = np.floor((times[:, None] - part) / seconds * (1 + 1e-12) + 1e-9)
         lost.append(np.where(less < 0, np.inf, layers - less))
+    alone = counts.sum(axis=1) == 1
     used = counts > 0
     low, high = np.zeros(len(counts), dtype=np.int64), np.full(len(counts), len(times) - 1)
     while (low < high).any():
         middle = (low + high) // 2
         fit = (layers[middle] * counts).sum(axis=1)
-        for part in lost:
-            fit = fit - np.where(used, part[middle], np.inf).min(axis=1)
-        enough = fit >= num_layers
+        first, last, both = (np.where(used, part[middle], np.inf).min(axis=1) for part in lost)
+        enough = fit - np.where(alone, both, first + last) >= num_layers
         high, low = np.where(enough, middle, high), np.where(enough, low, middle + 1)
     return times[low]
 

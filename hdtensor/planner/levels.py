@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from hdtensor.planner.space import Ints, Space
 
 #: Relative width at which bisections of a time end.
 _CLOSE = 1e-3
+#: How many lanes the exact clock ranks, for each that is returned.
+_RANKED = 6
 
 
 class Level:
@@ -68,17 +70,41 @@ class Level:
     def single(self, most: int) -> list[LaneDraft]:
         """Return the fastest lanes that do the whole batch alone."""
         batch = self.space.workload.batch
+        room = np.array(self.space.devices)
         times = np.concatenate(
             [
-                c.seconds(np.full(len(c.kinds), batch // c.mbs))
-                if batch % c.mbs == 0
-                else np.full(len(c.kinds), np.inf)
+                np.where(
+                    (c.devices <= room).all(axis=1) & (batch % c.mbs == 0),
+                    c.seconds(np.full(len(c.kinds), batch // c.mbs)),
+                    np.inf,
+                )
                 for c in self.columns
             ]
             or [np.zeros(0)]
         )
-        best = [int(i) for i in np.argsort(times, kind="stable")[:most] if np.isfinite(times[i])]
-        return [self.draft(i)._replace(num_microbatches=batch // self.draft(i).mbs) for i in best]
+        order = np.argsort(times, kind="stable")[: most * _RANKED]
+        drafts = [self.draft(int(i)) for i in order if np.isfinite(times[i])]
+        drafts = [draft._replace(num_microbatches=batch // draft.mbs) for draft in drafts]
+        return sorted(drafts, key=self.clock.seconds)[:most]
+
+    def on(self, space: Space) -> Level:
+        """Return the same table for other numbers of devices of the same pools."""
+        other = copy(self)
+        other.space = space
+        return other
+
+    def fastest(self, most: int) -> list[LaneDraft]:
+        """Return the lanes that do the most samples a second, of those that take no more than there is."""
+        room = np.array(self.space.devices)
+        rates = np.concatenate(
+            [
+                np.where((c.devices <= room).all(axis=1), c.mbs / c.per.max(axis=1), 0.0)
+                for c in self.columns
+            ]
+            or [np.zeros(0)]
+        )
+        best = np.argsort(-rates, kind="stable")[:most]
+        return [self.draft(int(i), 1) for i in best if rates[i] > 0]
 
     def equal(self, most: int) -> list[list[LaneDraft]]:
         """Return the fastest sets of equal lanes, about as many as this level is for or up to twice as many."""
@@ -97,13 +123,16 @@ class Level:
                 if num_lanes > (options.max_lanes or num_lanes) or not len(able):
                     continue
                 times = columns.seconds(np.full(len(columns.kinds), float(count)))[able]
-                best = np.argsort(times, kind="stable")[:most]
+                best = np.argsort(times, kind="stable")[: most * _RANKED]
                 found += [(float(times[i]), start + int(able[i]), num_lanes, count) for i in best]
             start += len(columns.kinds)
-        return [
-            [self.draft(index, count)] * num_lanes
-            for _, index, num_lanes, count in sorted(found)[:most]
+        # The estimate is above the truth where there are few micro-batches: the exact clock ranks the first of them.
+        drafts = [
+            (self.draft(index, count), number)
+            for _, index, number, count in sorted(found)[: most * _RANKED]
         ]
+        drafts.sort(key=lambda item: self.clock.seconds(item[0]))
+        return [[draft] * number for draft, number in drafts[:most]]
 
     def relaxed_seconds(self, low: float, high: float, room: Ints) -> float:
         """Return about the least time in which parts of lanes do the batch, ``high`` if that is not enough."""
@@ -158,42 +187,55 @@ class Level:
         return sorted(lanes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deal:
-    """Lanes with all micro-batches of a step.
-
-    Attributes:
-        level: Whose costs they have.
-        lanes: The lanes.
-    """
-
-    level: Level
-    lanes: tuple[LaneDraft, ...]
-
-
-def deal(level: Level, lanes: Sequence[int], seconds: float) -> Deal | None:
+def deal(level: Level, lanes: Sequence[int], seconds: float) -> tuple[LaneDraft, ...] | None:
     """Return lanes of a table with the batch dealt, None if no whole micro-batches make it.
+
+    If the lanes' sizes of micro-batches do not make the batch, some lanes get the smallest size.
 
     Args:
         level: The table.
         lanes: Numbers of lanes.
         seconds: About what the step takes.
     """
-    drafts = [level.draft(i) for i in lanes]
     caps = level.caps(seconds)
+    drafts = [level.draft(i, max(1, int(caps[i]) // level.draft(i).mbs)) for i in lanes]
+    return deal_among(level.clock, drafts, level.space.workload.batch)
+
+
+def deal_among(
+    clock: LaneClock, lanes: Sequence[LaneDraft], batch: int
+) -> tuple[LaneDraft, ...] | None:
+    """Return lanes with the batch dealt as evenly in time as can be, None if no whole micro-batches make it.
+
+    Args:
+        clock: What says when lanes end.
+        lanes: With about the numbers of micro-batches that they will have.
+        batch: Samples of a step.
+    """
+    drafts, smallest = list(lanes), clock.space.prices.mbs[0]
+    for number in range(len(drafts) + 1):
+        if number:
+            old = drafts[-number]
+            count = old.num_microbatches * old.mbs // smallest
+            drafts[-number] = old._replace(mbs=smallest, num_microbatches=count)
+        try:
+            counts = assign_microbatches(_loads(clock, drafts), batch)
+        except PlannerError:
+            continue
+        return tuple(d._replace(num_microbatches=n) for d, n in zip(drafts, counts, strict=True))
+    return None
+
+
+def _loads(clock: LaneClock, drafts: Sequence[LaneDraft]) -> list[LaneLoad]:
+    """Return what micro-batches do to each lane, about where its number is."""
     loads = []
-    for index, draft in zip(lanes, drafts, strict=True):
-        count = max(1, int(caps[index]) // draft.mbs)
+    for draft in drafts:
+        count = draft.num_microbatches
         one, other = (
-            level.clock.seconds(draft._replace(num_microbatches=count + more)) for more in (0, 1)
+            clock.seconds(draft._replace(num_microbatches=count + more)) for more in (0, 1)
         )
         loads.append(LaneLoad(other - one, one - count * (other - one), draft.mbs))
-    try:
-        counts = assign_microbatches(loads, level.space.workload.batch)
-    except PlannerError:
-        return None
-    dealt = [d._replace(num_microbatches=n) for d, n in zip(drafts, counts, strict=True)]
-    return Deal(level=level, lanes=tuple(dealt))
+    return loads
 
 
 def describe(space: Space, lanes: Sequence[LaneDraft]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,9 @@ from hdtensor.planner.uniform import best_uniform
 _EQUAL = 6
 #: Times, relative to the best, at which lanes are chosen: what is a little slower by estimate may be faster.
 _NEAR = (1.0, 1.004, 1.012, 1.03)
+#: Few devices leave time for more of them.
+_FEW_DEVICES = 16
+_NEAR_FEW = (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)
 
 
 class Progress(NamedTuple):
@@ -79,6 +82,7 @@ class SearchResult:
         candidates: What was simulated, the best first.
         num_scored: How many strategies were simulated.
         is_complete: Whether the search came to its end.
+        levels: The tables of lanes, which a re-plan uses again.
     """
 
     space: Space
@@ -89,6 +93,7 @@ class SearchResult:
     candidates: tuple[Candidate, ...]
     num_scored: int
     is_complete: bool
+    levels: tuple[Level, ...]
 
     @property
     def gap(self) -> float:
@@ -130,6 +135,7 @@ class _Run:
         self.scorer = Scorer(space)
         self.uniform: Scored | None = None
         self.candidates: list[Candidate] = []
+        self.levels: list[Level] = []
         self.is_complete = False
         self._report, self._should_stop = report, should_stop
 
@@ -160,26 +166,30 @@ class _Run:
         level = Level(self.space, shapes, num_lanes)
         if not len(level):
             return
+        self.levels.append(level)
         if num_lanes == 1:
             for draft in level.single(_EQUAL):
                 self._try(level, [draft])
             return
         for lanes in level.equal(_EQUAL):
             self._try(level, lanes)
+        if self.space.options.equal_lanes:
+            return
         room = np.array(self.space.devices)
         work = work_bound(self.space)
         relaxed = level.relaxed_seconds(work, min(self.seconds, 64 * work), room)
-        if relaxed >= self.seconds:
+        if relaxed >= self.seconds and room.sum() > _FEW_DEVICES:
             return
         best = level.whole_seconds(relaxed, self.seconds, room)
-        for factor in _NEAR:
+        few = room.sum() <= _FEW_DEVICES
+        for factor in _NEAR_FEW if few else _NEAR:
             self._try_whole(level, best * factor, room)
 
     def _try_whole(self, level: Level, seconds: float, room: np.ndarray) -> None:
         lanes = level.whole(seconds, room)
         dealt = deal(level, lanes, seconds) if lanes else None
         if dealt is not None:
-            self._try(level, dealt.lanes)
+            self._try(level, dealt)
 
     def _try(self, level: Level, lanes: Sequence[LaneDraft]) -> None:
         """Improve lanes, place them, and simulate the step."""
@@ -199,24 +209,51 @@ class _Run:
         Raises:
             PlannerError: If that is nothing.
         """
-        ranked = sorted({c.what: c for c in self.candidates}.values(), key=lambda c: c.seconds)
-        best = ranked[0] if ranked else None
-        if self.uniform and (best is None or self.uniform.seconds < best.seconds):
-            strategy, seconds = self.uniform.strategy, self.uniform.seconds
-        elif best is not None:
-            strategy, seconds = best.strategy, best.seconds
-        else:
-            raise PlannerError(_too_large(self.space))
-        return SearchResult(
-            space=self.space,
-            strategy=strategy,
-            seconds=seconds,
-            bound=lower_bound(self.space, seconds),
-            uniform=self.uniform,
-            candidates=tuple(ranked),
-            num_scored=self.scorer.num_scored,
-            is_complete=self.is_complete,
+        found = best_of(
+            self.space, self.candidates, self.uniform, Bound(0.0, 0.0), self.scorer.num_scored
         )
+        bound = lower_bound(self.space, found.seconds)
+        return replace(found, bound=bound, is_complete=self.is_complete, levels=tuple(self.levels))
+
+
+def best_of(
+    space: Space,
+    candidates: Sequence[Candidate],
+    uniform: Scored | None,
+    bound: Bound,
+    num_scored: int,
+) -> SearchResult:
+    """Return the result of a search that saw some strategies.
+
+    Args:
+        space: What the search knows.
+        candidates: What was simulated.
+        uniform: The best uniform strategy, if one fits.
+        bound: On the step.
+        num_scored: How many strategies were simulated.
+
+    Raises:
+        PlannerError: If there is no strategy at all.
+    """
+    ranked = sorted({c.what: c for c in candidates}.values(), key=lambda c: c.seconds)
+    best = ranked[0] if ranked else None
+    if uniform and (best is None or uniform.seconds < best.seconds):
+        strategy, seconds = uniform.strategy, uniform.seconds
+    elif best is not None:
+        strategy, seconds = best.strategy, best.seconds
+    else:
+        raise PlannerError(_too_large(space))
+    return SearchResult(
+        space=space,
+        strategy=strategy,
+        seconds=seconds,
+        bound=bound,
+        uniform=uniform,
+        candidates=tuple(ranked),
+        num_scored=num_scored,
+        is_complete=True,
+        levels=(),
+    )
 
 
 def _level_numbers(space: Space) -> Iterator[int]:
