@@ -29,7 +29,7 @@ from hdtensor.planner.command_inputs import (
     workload_of,
 )
 from hdtensor.planner.emit import Planned, emit
-from hdtensor.planner.library import ALIASES, DEVICES, NETWORKS, find_device
+from hdtensor.planner.library import ALIASES, DEVICES, find_device
 from hdtensor.planner.models import find_model
 from hdtensor.planner.page import save_page
 from hdtensor.planner.planning import find_plan, predict
@@ -318,7 +318,7 @@ def _devices(options: argparse.Namespace) -> int:
                     "flops": dict(device.flops),
                     "memory_bandwidth": device.memory_bandwidth,
                     "link_bandwidth": device.link_bandwidth,
-                    "network_bandwidth": NETWORKS[device.name],
+                    "network_bandwidth": device.network_bandwidth,
                     "source": device.source,
                 }
                 for device in devices
@@ -333,7 +333,7 @@ def _devices(options: argparse.Namespace) -> int:
             f"{device.flops[kind] / 1e12:g} T" if kind in device.flops else "-"
             for kind in ("bfloat16", "float16", "float32")
         ]
-        speeds = (device.memory_bandwidth, device.link_bandwidth, NETWORKS[device.name])
+        speeds = (device.memory_bandwidth, device.link_bandwidth, device.network_bandwidth)
         texts = (f"{bytes_text(speed)}/s" for speed in speeds)
         rows.append((device.name, bytes_text(device.memory_bytes), *rates, *texts, device.source))
     sys.stdout.write("\n".join([*table_lines(rows), ""]))

@@ -106,6 +106,15 @@ def _kept_and_new(
         for lane in result.strategy.lanes
         if all(rank in usable for stage in lane.stages for rank in stage.ranks)
     ]
+    yield from _fill_up(result, space, kept, usable)
+    if len(kept) > 1:  # one lane more to work with; the last is as good as another
+        yield from _fill_up(result, space, kept[:-1], usable)
+
+
+def _fill_up(
+    result: SearchResult, space: Space, kept: Sequence[LaneChoice], usable: set[int]
+) -> Iterator[tuple[Sequence[LaneDraft], Strategy]]:
+    """Yield these lanes with new ones of all other ranks."""
     busy = {rank for lane in kept for stage in lane.stages for rank in stage.ranks}
     rest = _rest(space, usable - busy)
     drafts = [_draft_of(space, lane) for lane in kept]
@@ -114,11 +123,10 @@ def _kept_and_new(
     if level is not None and rest is not None:
         options += [[lane] for lane in level.fastest(_TRIED)]
         seconds = result.seconds * (1 + 1 / max(len(kept), 1))
-        chosen = level.whole(seconds, np.array(rest.devices))
-        options.append([level.draft(i, 1) for i in chosen])
+        options.append([level.draft(i, 1) for i in level.whole(seconds, np.array(rest.devices))])
     for new in options:
         placed = place(rest, new) if rest and new else Strategy(())
-        if placed is None or not kept + list(placed.lanes):
+        if placed is None or (not kept and not new):
             continue
         clock = level.clock if level else result.levels[0].clock
         lanes = deal_among(clock, [*drafts, *new], result.space.workload.batch)

@@ -173,6 +173,8 @@ class _Run:
             return
         for lanes in level.equal(_EQUAL):
             self._try(level, lanes)
+        if self.space.options.equal_lanes:
+            return
         room = np.array(self.space.devices)
         work = work_bound(self.space)
         relaxed = level.relaxed_seconds(work, min(self.seconds, 64 * work), room)
