@@ -119,7 +119,12 @@ class SailorFolder:
         return Cluster(nodes=tuple(nodes), **node_links(alone))
 
     def costs(
-        self, model: str, workload: Workload, constants: RuntimeConstants | None = None
+        self,
+        model: str,
+        workload: Workload,
+        constants: RuntimeConstants | None = None,
+        *,
+        smoothing: float = 1.0,
     ) -> ProfiledCosts:
         """Return the costs that the profiles of a model give.
 
@@ -129,6 +134,8 @@ class SailorFolder:
             model: Sailor's name.
             workload: What is trained, in float32.
             constants: Of the system that trains; default none.
+            smoothing: As ``ProfiledCosts`` has it; 0 takes the measurements as they are, as Sailor's own
+                simulator does.
         """
         roofline = RooflineCosts(
             model=read_model(model), workload=workload, efficiency=Efficiency(link=1.0)
@@ -137,6 +144,7 @@ class SailorFolder:
             roofline=roofline,
             profiles=self.profiles(model),
             constants=constants or RuntimeConstants(),
+            smoothing=smoothing,
         )
 
     def step(self, model: str, plan: Any) -> MeasuredStep:
