@@ -1,6 +1,7 @@
 """How near the simulator comes to steps that really ran.
 
-    python benchmarks/bench_measured.py          # a minute
+    python benchmarks/bench_measured.py                  # a minute
+    python benchmarks/bench_measured.py --plans FOLDER   # other plans in Sailor's format, by constants of all steps
 
 Constants of the training system are fitted on every other step by name, and predict the rest. The table is
 also written as docs/benchmarks/measured.md.
@@ -9,10 +10,12 @@ also written as docs/benchmarks/measured.md.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from report import machine, write_page
@@ -21,6 +24,7 @@ from hdtensor.planner.calibrate import MeasuredStep, StepErrors, fit_runtime, st
 from hdtensor.planner.decompose import lane_times, place_lanes
 from hdtensor.planner.profiled import RuntimeConstants
 from hdtensor.planner.sailor_files import SailorFolder, training_system
+from hdtensor.planner.simulate import simulate_strategy
 
 
 HERE = Path(__file__).resolve().parent
@@ -28,6 +32,11 @@ PAGE = HERE.parent / "docs" / "benchmarks" / "measured.md"
 
 #: The measured memory of these is less than what parameters, optimizer and activations of the plan need.
 FAULTY_MEMORY = ("mit_N2",)
+
+HEAD = (
+    "| plan | measured s | predicted s | error | measured GB | predicted GB | error |",
+    "|---|---:|---:|---:|---:|---:|---:|",
+)
 
 FIRST = training_system({"GH-96": 4e9, "RTX-2080": 3e9, "RTX-3090": 3e9, "Titan-RTX": 3e9})
 
@@ -65,6 +74,27 @@ def left_out(steps: Sequence[MeasuredStep]) -> list[StepErrors]:
         step_errors(step, fit_runtime([other for other in steps if other is not step], FIRST))
         for step in steps
     ]
+
+
+def predict(steps: Mapping[str, MeasuredStep], constants: RuntimeConstants) -> list[str]:
+    """Return the table of plans that may not have been measured, and the mean error of those that were."""
+    lines, errors = list(HEAD), []
+    for name, step in steps.items():
+        costs = replace(step.costs, constants=constants)
+        found = simulate_strategy(step.strategy, step.cluster, costs, costs.workload)
+        memory = max(need.total for need in found.memory.values())
+        pairs = ((step.seconds, found.seconds, 1), (step.memory_bytes or math.nan, memory, 1e9))
+        cells = [name]
+        for measured, predicted, unit in pairs:
+            is_known = not math.isnan(measured)
+            cells += [f"{measured / unit:.3f}" if is_known else "", f"{predicted / unit:.3f}"]
+            cells.append(f"{predicted / measured - 1:+.1%}" if is_known else "")
+        lines.append("| " + " | ".join(cells) + " |")
+        if not math.isnan(step.seconds):
+            errors.append(found.seconds / step.seconds - 1)
+    if errors:
+        lines += ["", f"Mean absolute error of seconds: {mean(errors):.1%}."]
+    return lines
 
 
 def row(name: str, step: MeasuredStep, error: StepErrors, is_fitted: bool) -> str:
@@ -126,10 +156,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--no-page", action="store_true", help="do not write docs/benchmarks")
+    parser.add_argument("--plans", type=Path, help="predict the plans of this folder instead")
     arguments = parser.parse_args(argv)
     begin = time.perf_counter()
-    found = SailorFolder(HERE / "data" / "sailor").measured(FAULTY_MEMORY)
+    folder = SailorFolder(HERE / "data" / "sailor")
+    found = folder.measured(FAULTY_MEMORY)
     steps = list(found.values())
+    if arguments.plans:
+        print(
+            "\n".join(predict(folder.measured(folder=arguments.plans), fit_runtime(steps, FIRST)))
+        )
+        return 0
     fits = [fit_runtime(half, FIRST) for half in (steps[::2], steps[1::2])]
     sums, is_missed = summary(steps, fits)
     rows = [
@@ -144,8 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "",
         *sums,
         "",
-        "| plan | measured s | predicted s | error | measured GB | predicted GB | error |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        *HEAD,
         *rows,
         "",
         f"Fitted on the half with stars: {constants_text(fits[0])}.",

@@ -12,6 +12,7 @@ from hdtensor.pipeline.schedule.timeline import Span, Timeline
 
 
 _PASSES = ("F", "B", "I", "W")
+_TOGETHER = ("sync", "gather")
 
 
 class LaneSeconds(NamedTuple):
@@ -26,7 +27,7 @@ class LaneSeconds(NamedTuple):
         messages: How much earlier the passes would end if messages took no time.
         fill: What remains of the time until the last pass ends: the pipeline fills, drains and waits.
         wait: After the passes, until the other lanes come to the synchronization.
-        sync: Synchronization of gradients after the passes.
+        sync: Synchronization of gradients after the passes, and the gathering of parameters (ZeRO).
         optimizer: The optimizer, as long as nothing else of the lane goes on.
     """
 
@@ -82,10 +83,8 @@ def _lane(lane: int, spans: Sequence[Span], step: float, quiet_end: float) -> La
     start = min(span.start for span in spans if span.kind in _PASSES)
     bottleneck = max(busy, key=lambda stage: (busy[stage], -stage))
     balanced = sum(busy.values()) / len(busy)
-    sync = _covered(spans, "sync", end, step)
-    optimizer = _covered(
-        [span for span in spans if span.kind in ("sync", "optimizer")], "", end, step
-    )
+    sync = _covered(spans, _TOGETHER, end, step)
+    after = _covered(spans, (*_TOGETHER, "optimizer"), end, step)
     return LaneSeconds(
         lane=lane,
         bottleneck=bottleneck,
@@ -94,9 +93,9 @@ def _lane(lane: int, spans: Sequence[Span], step: float, quiet_end: float) -> La
         start=start,
         messages=end - quiet_end,
         fill=quiet_end - start - busy[bottleneck],
-        wait=step - end - optimizer,
+        wait=step - end - after,
         sync=sync,
-        optimizer=optimizer - sync,
+        optimizer=after - sync,
     )
 
 
@@ -117,11 +116,11 @@ def _last(spans: Iterable[Span], kinds: Sequence[str]) -> float:
     return max(span.end for span in spans if span.kind in kinds)
 
 
-def _covered(spans: Iterable[Span], kind: str, since: float, until: float) -> float:
-    """Return how long one or more spans of a kind (or any, if it is empty) go on within an interval."""
+def _covered(spans: Iterable[Span], kinds: Sequence[str], since: float, until: float) -> float:
+    """Return how long one or more spans of some kinds go on within an interval."""
     total, done = 0.0, since
     for span in sorted(spans, key=lambda span: span.start):
-        if kind in ("", span.kind):
+        if span.kind in kinds:
             begin, end = max(span.start, done), min(span.end, until)
             if end > begin:
                 total += end - begin

@@ -20,7 +20,7 @@ def blocking_end_times(times: LaneTimes, num_microbatches: int) -> tuple[float, 
     The numbers are those of the event simulator with ``is_blocking``.
 
     >>> blocking_end_times(LaneTimes((1.0, 1.0), (2.0, 2.0), (0.5,), (0.5,)), 2)
-    (11.0, 8.5)
+    (11.0, 9.0)
 
     Args:
         times: Seconds of passes and messages.

@@ -30,7 +30,7 @@ class MeasuredStep(NamedTuple):
         strategy: What ran.
         cluster: Where.
         costs: Of its model and workload.
-        seconds: Of a step, measured.
+        seconds: Of a step, measured; NaN if nobody did.
         memory_bytes: Of the fullest device, measured; None if nobody did, or if it cannot be right.
     """
 
@@ -91,6 +91,10 @@ def fit_runtime(steps: Sequence[MeasuredStep], first: RuntimeConstants) -> Runti
         raise PlannerError(
             f"steps: three measured steps or more are needed for as many numbers, got {len(steps)}."
         )
+    if not all(0 < step.seconds < _LONGEST for step in steps):
+        raise PlannerError(
+            f"steps: each must have measured seconds, more than 0 and less than {_LONGEST:g}."
+        )
 
     def with_times(values: Mapping[str, float]) -> RuntimeConstants:
         return replace(first, message=values["message"], start=values["start"])
@@ -127,7 +131,7 @@ def _coordinate_search(
 ) -> dict[str, float]:
     """Return values, none negative, with a small error: one after another is multiplied by finer and finer factors."""
     values, best = dict(first), error(first)
-    for factor in (4.0, 2.0, 1.4, 1.2, 1.1, 1.05):
+    for factor in (4.0, 2.0, 1.4, 1.15, 1.05):
         improved = True
         while improved:
             improved = False

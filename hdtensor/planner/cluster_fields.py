@@ -29,7 +29,7 @@ from hdtensor.planner.cluster_text import (
     usual_uplink,
 )
 from hdtensor.planner.devices import Device
-from hdtensor.planner.library import find_device
+from hdtensor.planner.library import DESKTOP_NETWORK, find_device
 from hdtensor.planner.quantities import (
     BYTES,
     BYTES_PER_SECOND,
@@ -43,7 +43,16 @@ from hdtensor.planner.quantities import (
 
 _KEYS = ("cluster", "node_size", "devices", "nodes", "network", "links")
 _NODE_KEYS = ("device", "count", "repeat", "name", "zone", "inside", "uplink")
-_DEVICE_KEYS = ("like", "speed", "memory", "flops", "memory_bandwidth", "link_bandwidth", "source")
+_DEVICE_KEYS = (
+    "like",
+    "speed",
+    "memory",
+    "flops",
+    "memory_bandwidth",
+    "link_bandwidth",
+    "network",
+    "source",
+)
 _PRECISIONS = ("bfloat16", "float16", "float32")
 
 
@@ -118,6 +127,7 @@ def _device_fields(device: Device) -> dict[str, Any]:
         "flops": dict(device.flops),
         "memory_bandwidth": device.memory_bandwidth,
         "link_bandwidth": device.link_bandwidth,
+        "network": device.network_bandwidth,
         "source": device.source,
     }
 
@@ -172,6 +182,11 @@ def _device(path: str, name: str, item: Mapping[str, Any], own: Mapping[str, Dev
         link_bandwidth=number(
             "link_bandwidth", BYTES_PER_SECOND, None if base is None else base.link_bandwidth
         ),
+        network_bandwidth=number(
+            "network",
+            BYTES_PER_SECOND,
+            DESKTOP_NETWORK if base is None else base.network_bandwidth,
+        ),
         source=check_text(f"{path}.source", item.get("source", "the description of the cluster")),
     )
 
@@ -194,12 +209,13 @@ def _nodes(value: Mapping[str, Any], own: Mapping[str, Device], node_size: int) 
         )
     if "cluster" in value:
         groups = parse_groups(check_text("cluster", value["cluster"]), own, node_size)
-        return list(nodes_of(groups))
+        return [_networked(node, value) for node in nodes_of(groups)]
     nodes: list[Node] = []
     num_ranks = 0
     for index, item in enumerate(check_sequence("nodes", value["nodes"], "nodes")):
+        says_uplink = isinstance(item, Mapping) and "uplink" in item
         for node in _some_nodes(f"nodes[{index}]", item, own, node_size):
-            nodes.append(node)
+            nodes.append(node if says_uplink else _networked(node, value))
             num_ranks += node.num_devices
             if num_ranks > MAX_RANKS:
                 raise PlannerError(
@@ -208,6 +224,11 @@ def _nodes(value: Mapping[str, Any], own: Mapping[str, Device], node_size: int) 
     if not nodes:
         raise PlannerError("nodes: must hold at least one node, got none.")
     return nodes
+
+
+def _networked(node: Node, value: Mapping[str, Any]) -> Node:
+    """Return a node whose devices do not share an uplink if the description says what network each has."""
+    return node if value.get("network") is None else dataclasses.replace(node, uplink=None)
 
 
 def _some_nodes(path: str, item: Any, own: Mapping[str, Device], node_size: int) -> Iterator[Node]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hdtensor.errors import PlannerError
 from hdtensor.planner.cluster import Cluster, Link, Node
 from hdtensor.planner.devices import Device
-from hdtensor.planner.library import NETWORKS, find_device
+from hdtensor.planner.library import DESKTOP_NETWORK, find_device
 
 
 #: Devices of a node where nobody says it.
@@ -112,10 +112,15 @@ def _sizes(match: re.Match[str], node_size: int, field: str) -> tuple[int, ...]:
 
 
 def make_cluster(nodes: Sequence[Node], network: Link | None = None) -> Cluster:
-    """Return a cluster; without a network, each device's usual one, the slower end of two."""
+    """Return a cluster; without a network, each device's usual one, the slower end of two.
+
+    Args:
+        nodes: The nodes.
+        network: What each device has to other nodes; nodes whose devices would usually share one no longer do.
+    """
     if network is not None:
         return Cluster(nodes=tuple(nodes), between=network)
-    rates = {node.device.name: usual_network(node.device) for node in nodes}
+    rates = {node.device.name: node.device.network_bandwidth for node in nodes}
     slowest = min(rates.values(), default=1.0)
     links = {}
     for one, other in _pairs(sorted(rates)):
@@ -143,21 +148,13 @@ def usual_inside(device: Device) -> Link:
     return Link(device.link_bandwidth, INSIDE_LATENCY)
 
 
-def usual_network(device: Device) -> float:
-    """Return how fast a device usually sends to other nodes, bytes per second.
-
-    A device that is not in the library has the network of desktop cards, the slowest.
-    """
-    return NETWORKS.get(device.name, min(NETWORKS.values()))
-
-
 def usual_uplink(device: Device) -> float | None:
     """Return what all devices of a node share towards other nodes, bytes per second; None: each has its own.
 
     Desktop cards stand in machines with one network port.
     """
-    rate = usual_network(device)
-    return rate if rate == min(NETWORKS.values()) else None
+    rate = device.network_bandwidth
+    return rate if rate <= DESKTOP_NETWORK else None
 
 
 def cluster_of_text(text: str) -> Cluster:

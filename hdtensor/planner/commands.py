@@ -29,16 +29,17 @@ from hdtensor.planner.command_inputs import (
     workload_of,
 )
 from hdtensor.planner.emit import Planned, emit
-from hdtensor.planner.library import ALIASES, DEVICES, NETWORKS, find_device
+from hdtensor.planner.library import ALIASES, DEVICES, find_device
 from hdtensor.planner.models import find_model
 from hdtensor.planner.page import save_page
-from hdtensor.planner.planning import find_plan, predict, why_of
+from hdtensor.planner.planning import find_plan, predict
 from hdtensor.planner.profile import ProfileOptions, missing_points, profile
 from hdtensor.planner.progress import Interrupt, ProgressBar
 from hdtensor.planner.space import SearchOptions, make_space
 from hdtensor.planner.strategy import Strategy
 from hdtensor.planner.summary import Summary
 from hdtensor.planner.text_report import bytes_text, seconds_text, step_text, table_lines
+from hdtensor.planner.why import why_of
 from hdtensor.planner.workload import PRECISIONS
 
 
@@ -130,8 +131,9 @@ def _plan(options: argparse.Namespace) -> int:
             ),
             should_stop=lambda: interrupt.is_set() or _is_late(started, options.seconds),
         )
-    why = why_of(result)
-    summary = predict(planned, costs, why)
+    summary = predict(planned, costs)
+    why = why_of(result, summary, costs)
+    summary = replace(summary, why=why)
     predicted = {"step_seconds": summary.prediction.seconds, **why}
     plan = emit(planned, label=f"{model.name}, {workload.batch} samples", predicted=predicted)
     if options.output is not None:
@@ -316,7 +318,7 @@ def _devices(options: argparse.Namespace) -> int:
                     "flops": dict(device.flops),
                     "memory_bandwidth": device.memory_bandwidth,
                     "link_bandwidth": device.link_bandwidth,
-                    "network_bandwidth": NETWORKS[device.name],
+                    "network_bandwidth": device.network_bandwidth,
                     "source": device.source,
                 }
                 for device in devices
@@ -331,7 +333,7 @@ def _devices(options: argparse.Namespace) -> int:
             f"{device.flops[kind] / 1e12:g} T" if kind in device.flops else "-"
             for kind in ("bfloat16", "float16", "float32")
         ]
-        speeds = (device.memory_bandwidth, device.link_bandwidth, NETWORKS[device.name])
+        speeds = (device.memory_bandwidth, device.link_bandwidth, device.network_bandwidth)
         texts = (f"{bytes_text(speed)}/s" for speed in speeds)
         rows.append((device.name, bytes_text(device.memory_bytes), *rates, *texts, device.source))
     sys.stdout.write("\n".join([*table_lines(rows), ""]))

@@ -19,6 +19,7 @@ class Device:
         memory_bandwidth: Bytes per second that it reads or writes.
         link_bandwidth: Bytes per second, one direction, to devices of its node.
         source: Where the numbers come from.
+        network_bandwidth: Bytes per second, one direction, that it usually has to other nodes, where nobody says it.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Device:
     memory_bandwidth: float
     link_bandwidth: float
     source: str
+    network_bandwidth: float = 1.25e9
 
     def __hash__(self) -> int:
         return hash(self.name)  # ``flops`` is a mapping, which has no hash

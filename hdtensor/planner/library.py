@@ -15,6 +15,13 @@ from hdtensor.errors import PlannerError
 from hdtensor.planner.devices import Device
 
 
+#: Network of desktop cards, 10 Gb/s Ethernet, which all cards of a machine share.
+DESKTOP_NETWORK = 1.25e9
+
+#: Network adapters of 100 to 400 Gb/s, one beside each of the other devices.
+_NETWORKS = (("V100", 12.5e9), ("A100", 25e9), ("910B", 25e9), ("RTX", DESKTOP_NETWORK), ("Titan", DESKTOP_NETWORK),
+             ("CPU", DESKTOP_NETWORK), ("", 50e9))  # fmt: skip
+
 _GIB = 1 << 30
 _MIB = 1 << 20
 _PCIE3, _PCIE4 = 15.75e9, 31.5e9
@@ -38,6 +45,7 @@ def _device(
         memory_bandwidth=memory_bandwidth,
         link_bandwidth=link_bandwidth,
         source=source,
+        network_bandwidth=next(rate for start, rate in _NETWORKS if name.startswith(start)),
     )
 
 
@@ -192,24 +200,6 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "GH-96": "GH200",
         "GH200-96": "GH200",
         "Ascend-910B": "910B",
-    }
-)
-
-#: How fast one device sends to another node, bytes per second, where nobody says it: 10 Gb/s Ethernet for
-#: desktop cards, 100 to 400 Gb/s network adapters beside each of the others.
-_DESKTOP, _HALF, _FULL = 1.25e9, 12.5e9, 50e9
-NETWORKS: Mapping[str, float] = MappingProxyType(
-    {
-        name: (
-            _DESKTOP
-            if name.startswith(("RTX", "Titan", "CPU"))
-            else _HALF
-            if name.startswith("V100")
-            else 25e9
-            if name.startswith(("A100", "910B"))
-            else _FULL
-        )
-        for name in DEVICES
     }
 )
 

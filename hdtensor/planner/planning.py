@@ -16,7 +16,6 @@ from hdtensor.planner.roofline import RooflineCosts
 from hdtensor.planner.search import Progress, SearchResult, search
 from hdtensor.planner.simulate import simulate_strategy
 from hdtensor.planner.space import Space
-from hdtensor.planner.strategy import Strategy
 from hdtensor.planner.summary import Summary, summarize
 from hdtensor.planner.workload import Workload
 
@@ -99,45 +98,3 @@ def find_plan(
     """
     result = search(space, report=report, should_stop=should_stop)
     return Planned(result.strategy, model, space.cluster, space.workload), result
-
-
-def why_of(result: SearchResult) -> dict[str, Any]:
-    """Return what a search says of its choice, as JSON values."""
-    uniform = result.uniform
-    why: dict[str, Any] = {
-        "bound_seconds": result.bound.seconds,
-        "gap": result.gap,
-        "num_simulated": result.num_scored,
-        "is_complete": result.is_complete,
-        "uniform_seconds": None if uniform is None else uniform.seconds,
-        "uniform": "" if uniform is None else strategy_text(uniform.strategy),
-        "reasons": [],
-        "alternatives": [
-            {
-                "what": candidate.what,
-                "seconds": candidate.seconds,
-                "reason": f"{candidate.seconds / result.seconds - 1:.2%} slower",
-            }
-            for candidate in result.candidates[:9]
-            if candidate.strategy != result.strategy
-        ],
-    }
-    if not result.is_complete:
-        why["reasons"].append(
-            "The search was stopped before its end: this is the best plan so far."
-        )
-    return why
-
-
-def strategy_text(strategy: Strategy) -> str:
-    """Return a strategy in short, as ``2 lanes: 20+20+20 layers, tp 4`` for each kind of lane."""
-    kinds: dict[str, int] = {}
-    for lane in strategy.lanes:
-        layers = "+".join(str(stage.num_layers) for stage in lane.stages)
-        tps = ",".join(dict.fromkeys(str(stage.tp) for stage in lane.stages))
-        text = f"{layers} layers, tp {tps}, {lane.num_microbatches} x {lane.mbs}"
-        kinds[text] = kinds.get(text, 0) + 1
-    return "; ".join(
-        f"{count} lane{'' if count == 1 else 's'} of {text}"
-        for text, count in list(kinds.items())[:4]
-    ) + ("; ..." if len(kinds) > 4 else "")

@@ -119,7 +119,8 @@ class _Run:
         self._end = time.monotonic() + options.max_seconds
         self._done = 0
         self._total = 0
-        self._rate = 0.0  # operations per second, the slowest seen
+        # Unit and degree -> operations and seconds of the last measurement, to foresee the next one.
+        self._last: dict[tuple[str, int], tuple[float, float]] = {}
 
     def all(self, device: torch.device) -> Profile:
         """Measure what is missing and return everything."""
@@ -134,15 +135,15 @@ class _Run:
                 if p[:3] not in {t[:3] for t in self._found.transfers}
             ]
         self._total = len(units) + len(transfers)
-        if not in_world or dist.get_rank() == 0:
-            self._units(units, device)
+        # Transfers come first, but get half of the time: units may take all that is left.
         if in_world:
-            for time_ in measure_in_world(transfers, device):
-                self._add(
-                    dataclasses.replace(self._found, transfers=(*self._found.transfers, time_))
-                )
+            for measured in measure_in_world(transfers, device, self._half()):
+                more = (*self._found.transfers, measured)
+                self._add(dataclasses.replace(self._found, transfers=more))
         else:
             self._transfers(transfers, device.type == "cuda")
+        if not in_world or dist.get_rank() == 0:
+            self._units(units, device)
         self._progress(self._done, self._total, "done")
         return self._found
 
@@ -150,15 +151,13 @@ class _Run:
         dtype = getattr(torch, self._options.precision)
         model = self._found.model
         for point in points:
-            if self._is_too_long(work_of(model, point)):
+            if self._is_too_long(point):
                 continue
             self._progress(self._done, self._total, _words(point))
             start = time.monotonic()
             measured = measure_unit(model, point, device=device, dtype=dtype)
-            # Four runs of a forward and of a backward twice as long, as everything else that takes time.
-            rate = 12 * work_of(model, point) / (time.monotonic() - start)
-            if point.unit != "embedding":
-                self._rate = min(self._rate or rate, rate)
+            spent = time.monotonic() - start
+            self._last[point.unit, point.tp] = (work_of(model, point), spent)
             self._add(dataclasses.replace(self._found, units=(*self._found.units, measured)))
 
     def _transfers(self, points: Sequence[TransferPoint], is_cuda: bool) -> None:
@@ -167,14 +166,19 @@ class _Run:
                 continue
             some = [point for point in points if point.num_ranks == num]
             self._progress(self._done, self._total, f"transfers between {num} ranks")
-            times = measure_transfers(some, is_cuda=is_cuda)
+            times = measure_transfers(some, is_cuda=is_cuda, max_seconds=self._half())
             transfers = (*self._found.transfers, *times)
             self._add(dataclasses.replace(self._found, transfers=transfers), len(times))
 
-    def _is_too_long(self, work: float) -> bool:
-        """Return whether a measurement would end after the time given, by the rate seen so far."""
+    def _half(self) -> float:
+        return max(self._end - time.monotonic(), 0.0) / 2
+
+    def _is_too_long(self, point: UnitPoint) -> bool:
+        """Return whether a measurement would end after the time given, by the last one of its kind."""
         left = self._end - time.monotonic()
-        return left <= 0 or (self._rate > 0 and 12 * work / self._rate > left)
+        work, seconds = self._last.get((point.unit, point.tp), (1.0, 0.0))
+        growth = max(work_of(self._found.model, point) / work, 1.0)
+        return left <= 0 or seconds * growth > left
 
     def _add(self, found: Profile, num: int = 1) -> None:
         self._found = found

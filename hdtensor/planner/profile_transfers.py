@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -33,23 +35,26 @@ class TransferPoint(NamedTuple):
 
 
 def transfer_points(num_ranks: Sequence[int], sizes: Sequence[int]) -> list[TransferPoint]:
-    """Return what to measure: every kind, number of ranks and size; a message is between two ranks."""
+    """Return what to measure: every kind, number of ranks and size, small ones first; a message is between two."""
     return [
         TransferPoint(kind, num, size)
         for num in num_ranks
         if num > 1
+        for size in sorted(sizes)
         for kind in KINDS
-        for size in sizes
         if kind != "send" or num == 2
     ]
 
 
-def measure_transfers(points: Sequence[TransferPoint], *, is_cuda: bool) -> list[TransferTime]:
+def measure_transfers(
+    points: Sequence[TransferPoint], *, is_cuda: bool, max_seconds: float = math.inf
+) -> list[TransferTime]:
     """Return the seconds of some points with one number of ranks, by processes started on this machine.
 
     Args:
         points: At least one, all with the same number of ranks.
         is_cuda: Whether each rank has its CUDA device and talks by NCCL; else gloo on CPU.
+        max_seconds: When to stop measuring; the points after that are left out.
 
     Raises:
         PlannerError: If a process fails.
@@ -63,6 +68,7 @@ def measure_transfers(points: Sequence[TransferPoint], *, is_cuda: bool) -> list
             str(Path(folder) / "out"),
             list(points),
             is_cuda,
+            max_seconds,
         )
         try:
             _SPAWN(_run_rank, arguments, nprocs=num, join=True)
@@ -73,24 +79,45 @@ def measure_transfers(points: Sequence[TransferPoint], *, is_cuda: bool) -> list
             ) from error
         found: list[float] = torch.load(Path(folder) / "out", weights_only=True)
     return [
-        TransferTime(*point, seconds=seconds) for point, seconds in zip(points, found, strict=True)
+        TransferTime(*point, seconds=seconds) for point, seconds in zip(points, found, strict=False)
     ]
 
 
-def measure_in_world(points: Sequence[TransferPoint], device: torch.device) -> list[TransferTime]:
+def measure_in_world(
+    points: Sequence[TransferPoint], device: torch.device, max_seconds: float = math.inf
+) -> list[TransferTime]:
     """Return the seconds of some points over the ranks of the process group that exists; all ranks call it.
 
     Args:
         points: With as many ranks as the group has; a message goes from the first rank to the last one.
         device: This rank's.
+        max_seconds: When to stop measuring; the points after that are left out, the same on every rank.
     """
+    end = time.monotonic() + max_seconds
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     link = "inside" if local >= dist.get_world_size() else "between"
-    return [TransferTime(*point, _seconds(point, device), link) for point in points]
+    times: list[TransferTime] = []
+    for point in points:
+        if not _all_have_time(end, device):
+            break
+        times.append(TransferTime(*point, _seconds(point, device), link))
+    return times
+
+
+def _all_have_time(end: float, device: torch.device) -> bool:
+    has_time = torch.tensor([time.monotonic() < end], dtype=torch.uint8, device=device)
+    dist.all_reduce(has_time, op=dist.ReduceOp.MIN)
+    return bool(has_time.item())
 
 
 def _run_rank(
-    rank: int, num: int, store: str, out: str, points: list[TransferPoint], is_cuda: bool
+    rank: int,
+    num: int,
+    store: str,
+    out: str,
+    points: list[TransferPoint],
+    is_cuda: bool,
+    max_seconds: float,
 ) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
@@ -104,7 +131,7 @@ def _run_rank(
         timeout=_TIMEOUT,
     )
     try:
-        times = measure_in_world(points, device)
+        times = measure_in_world(points, device, max_seconds)
         if rank == 0:
             torch.save([time.seconds for time in times], out)
         dist.barrier()

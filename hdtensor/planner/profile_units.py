@@ -16,6 +16,10 @@ from hdtensor.planner.model import ModelShape
 from hdtensor.planner.profiles import ProfiledUnit, UnitTime
 
 
+#: Seconds of a run that is repeated only once.
+_LONG = 0.5
+
+
 class UnitPoint(NamedTuple):
     """One thing to measure: the arguments of ``UnitTime``."""
 
@@ -177,6 +181,8 @@ def measure_unit(
 ) -> UnitTime:
     """Return the median seconds of a unit's forward, backward and AdamW update, after one run to warm up.
 
+    What takes longer than half a second is repeated once: its noise is small beside it.
+
     Args:
         model: Sizes.
         point: What to measure.
@@ -190,8 +196,14 @@ def measure_unit(
     forward, backward, update = [], [], []
     watch = Stopwatch(device)
     try:
-        with torch.device(device):
+        with torch.device("meta"):
             module = make_unit(point.unit, model, point.tp).to(dtype)
+        module.to_empty(device=device)
+        for parameter in module.parameters():
+            nn.init.constant_(
+                parameter, 1 / model.hidden
+            )  # drawing millions of numbers takes seconds
+        with torch.device(device):
             x = _inputs(model, point, dtype)
         optimizer = torch.optim.AdamW(module.parameters())
         for turn in range(1 + num_repeats):
@@ -210,6 +222,8 @@ def measure_unit(
                 forward.append(middle - start)
                 backward.append(end - begun)
                 update.append(done - end)
+                if done - start > _LONG:
+                    break
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise PlannerError(
             f"memory: {point.unit} with tp {point.tp} and {point.mbs} x {point.context} tokens does not fit on "

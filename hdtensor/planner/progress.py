@@ -18,16 +18,23 @@ _PATIENCE = 1.0
 
 
 class ProgressBar:
-    """A bar on stderr, shown once the work has taken a second, and taken away at its end.
+    """A bar on stderr, if that is a terminal, shown once the work has taken a second and taken away at its end.
 
     Args:
         title: What is done.
         clock: Seconds from some start.
+        console: Where it is shown; default stderr.
     """
 
-    def __init__(self, title: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        title: str,
+        clock: Callable[[], float] = time.monotonic,
+        console: Console | None = None,
+    ) -> None:
         self._title = title
         self._clock = clock
+        self._console = console or Console(file=sys.stderr)
         self._start = clock()
         self._progress: Progress | None = None
         self._task = TaskID(0)
@@ -53,7 +60,7 @@ class ProgressBar:
             text: A few words on what is done now.
         """
         if self._progress is None:
-            if self._clock() - self._start < _PATIENCE:
+            if self._clock() - self._start < _PATIENCE or not self._console.is_terminal:
                 return
             self._progress = Progress(
                 TextColumn("{task.description}"),
@@ -61,7 +68,7 @@ class ProgressBar:
                 TextColumn("{task.percentage:>3.0f}%"),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[text]}"),
-                console=Console(file=sys.stderr),
+                console=self._console,
                 transient=True,
             )
             self._task = self._progress.add_task(self._title, total=total, text=text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -118,7 +119,12 @@ class SailorFolder:
         return Cluster(nodes=tuple(nodes), **node_links(alone))
 
     def costs(
-        self, model: str, workload: Workload, constants: RuntimeConstants | None = None
+        self,
+        model: str,
+        workload: Workload,
+        constants: RuntimeConstants | None = None,
+        *,
+        smoothing: float = 1.0,
     ) -> ProfiledCosts:
         """Return the costs that the profiles of a model give.
 
@@ -128,6 +134,8 @@ class SailorFolder:
             model: Sailor's name.
             workload: What is trained, in float32.
             constants: Of the system that trains; default none.
+            smoothing: As ``ProfiledCosts`` has it; 0 takes the measurements as they are, as Sailor's own
+                simulator does.
         """
         roofline = RooflineCosts(
             model=read_model(model), workload=workload, efficiency=Efficiency(link=1.0)
@@ -136,42 +144,61 @@ class SailorFolder:
             roofline=roofline,
             profiles=self.profiles(model),
             constants=constants or RuntimeConstants(),
+            smoothing=smoothing,
         )
 
-    def measured(self, without_memory: Iterable[str] = ()) -> dict[str, MeasuredStep]:
-        """Return the measured plans by the names of their files.
+    def step(self, model: str, plan: Any) -> MeasuredStep:
+        """Return a plan on the cluster of just its devices; its seconds are NaN where nobody measured them.
+
+        Args:
+            model: Sailor's name.
+            plan: The JSON of a plan file.
+
+        Raises:
+            PlannerError: If the plan is malformed, or names a device without profile or fit.
+        """
+        found = read_plan(plan, read_model(model).num_layers)
+        cluster = plan_cluster(found, self.devices_per_node, self.network)
+        workload = Workload(
+            batch=found.batch,
+            context=CONTEXTS[model],
+            precision="float32",
+            optimizer="adam",
+            zero=0,
+        )
+        return MeasuredStep(
+            plan_strategy(found, cluster),
+            cluster,
+            self.costs(model, workload),
+            math.nan if found.seconds is None else found.seconds,
+            found.memory_bytes,
+        )
+
+    def measured(
+        self,
+        without_memory: Iterable[str] = (),
+        folder: str | os.PathLike[str] | None = None,
+    ) -> dict[str, MeasuredStep]:
+        """Return the plans of a folder by the names of their files, of which one part tells the model.
 
         Args:
             without_memory: Beginnings of names whose measured memory is left out.
+            folder: Where they are; default ``measured``.
 
         Raises:
             PlannerError: If a file is malformed.
         """
         left_out = tuple(without_memory)
         found = {}
-        for path in sorted((self.path / "measured").glob("*.json")):
-            model = "GPT-Neo-2.7" if "GPT-NEO" in path.name else "OPT-350"
-            plan = read_plan(self._read(f"measured/{path.name}"), read_model(model).num_layers)
-            if plan.seconds is None:
-                raise PlannerError(f"real: {path.name} has no measured seconds.")
-            cluster = plan_cluster(plan, self.devices_per_node, self.network)
-            workload = Workload(
-                batch=plan.batch,
-                context=CONTEXTS[model],
-                precision="float32",
-                optimizer="adam",
-                zero=0,
-            )
-            name = path.stem.split("_plan_config")[0]
-            name += path.stem.split("_plan_config")[1].removeprefix("_" + name.split("_")[-1])
-            memory = None if left_out and name.startswith(left_out) else plan.memory_bytes
-            found[name] = MeasuredStep(
-                plan_strategy(plan, cluster),
-                cluster,
-                self.costs(model, workload),
-                plan.seconds,
-                memory,
-            )
+        for path in sorted(Path(folder or self.path / "measured").glob("*.json")):
+            with planner_errors(path.name):
+                plan = parse_json(read_file(path, path.name), path.name)
+            model = "GPT-Neo-2.7" if "GPT-NEO" in path.name.upper() else "OPT-350"
+            name, _, rest = path.stem.partition("_plan_config")
+            name += rest.removeprefix("_" + name.rpartition("_")[2])
+            step = self.step(model, plan)
+            is_faulty = bool(left_out) and name.startswith(left_out)
+            found[name] = step._replace(memory_bytes=None) if is_faulty else step
         return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -103,7 +103,7 @@ def simulate_strategy(
         held = _in_flight(workload.schedule, _visits(stages), choice.num_microbatches)
         memory.update(rank_memory(stages, held, choice.mbs, costs, num_sharers))
         times.append(seconds)
-    events = tuple(_events(strategy, placed, shares, cluster, costs))
+    events = tuple(_events(workload, placed, shares, cluster, costs))
     timeline = simulate(runs, events)
     return Prediction(
         seconds=timeline.seconds,
@@ -136,17 +136,31 @@ def step_seconds(
         ends = passes_end(lane_times(choice, stages, cluster, costs), choice.num_microbatches)
         for stage, end in zip(stages, ends, strict=True):
             free[stage.choice.ranks] = start + end
-    if len(placed) > 1:
-        for share, seconds in zip(
-            shares, sync_seconds(shares, placed, cluster, costs), strict=True
-        ):
-            members = [stage.choice.ranks for stage in share.stages]
-            free.update(dict.fromkeys(members, max(free[m] for m in members) + seconds))
-    return max(
-        free[stage.choice.ranks] + costs.update(stage.group, stage.layers, len(placed))
-        for stages in placed
-        for stage in stages
-    )
+    synced = sync_seconds(shares, placed, cluster, costs) if len(placed) > 1 else []
+    parts = _halves(workload)
+    _share_out(free, shares, [seconds * parts[0] for seconds in synced])
+    for stages in placed:
+        for stage in stages:
+            free[stage.choice.ranks] += costs.update(stage.group, stage.layers, len(placed))
+    _share_out(free, shares, [seconds * parts[1] for seconds in synced])
+    return max(free.values())
+
+
+def _share_out(
+    free: dict[tuple[int, ...], float], shares: Sequence[Share], seconds: Sequence[float]
+) -> None:
+    """Let the stages of each share do something together, one share after the other."""
+    for share, each in zip(shares, seconds, strict=False):  # with one lane nothing is shared
+        members = [stage.choice.ranks for stage in share.stages]
+        free.update(dict.fromkeys(members, max(free[m] for m in members) + each))
+
+
+def _halves(workload: Workload) -> tuple[float, float]:
+    """Return what part of a synchronization comes before the optimizer, and what part after it.
+
+    ZeRO 1 scatters gradients before and gathers parameters after, which a ring does in the same time.
+    """
+    return (0.5, 0.5) if workload.zero else (1.0, 0.0)
 
 
 def strategy_memory(
@@ -208,25 +222,30 @@ def durations(times: LaneTimes) -> Durations:
 
 
 def _events(
-    strategy: Strategy,
+    workload: Workload,
     placed: tuple[tuple[PlacedStage, ...], ...],
     shares: tuple[Share, ...],
     cluster: Cluster,
     costs: CostModel,
-) -> list[Event]:
-    events = []
+) -> Iterator[Event]:
+    """Yield what there is beside the passes, in program order."""
     start = costs.runtime().start
     for lane in placed:
         if start and len(lane) > 1:
             ranks = {rank for stage in lane for rank in stage.choice.ranks}
-            events.append(Event("start", "gather", start, tuple(sorted(ranks)), "before"))
-    if len(strategy.lanes) > 1:
-        seconds = sync_seconds(shares, placed, cluster, costs)
-        for share, each in zip(shares, seconds, strict=True):
+            yield Event("start", "gather", start, tuple(sorted(ranks)), "before")
+    together: list[tuple[tuple[int, ...], float]] = []
+    if len(placed) > 1:
+        for share, each in zip(shares, sync_seconds(shares, placed, cluster, costs), strict=True):
             ranks = {rank for stage in share.stages for rank in stage.choice.ranks}
-            events.append(Event("gradient sync", "sync", each, tuple(sorted(ranks))))
+            together.append((tuple(sorted(ranks)), each))
+    before, after = _halves(workload)
+    for members, each in together:
+        yield Event("gradient sync", "sync", each * before, members)
     for stages in placed:
         for stage in stages:
             each = costs.update(stage.group, stage.layers, len(placed))
-            events.append(Event("optimizer", "optimizer", each, stage.choice.ranks))
-    return events
+            yield Event("optimizer", "optimizer", each, stage.choice.ranks)
+    for members, each in together:
+        if after:
+            yield Event("parameter gather", "gather", each * after, members)

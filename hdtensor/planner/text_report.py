@@ -9,6 +9,7 @@ from typing import Any
 
 from hdtensor.placements.checks import ranks_text
 from hdtensor.planner.cluster import Cluster
+from hdtensor.planner.strategy import Strategy
 from hdtensor.planner.summary import LaneGroup, StageSummary, Summary, group_lanes, link_uses
 
 
@@ -75,6 +76,20 @@ def cluster_text(cluster: Cluster) -> str:
     )
 
 
+def strategy_text(strategy: Strategy) -> str:
+    """Return a strategy in short, as ``2 lanes: 20+20+20 layers, tp 4`` for each kind of lane."""
+    kinds: dict[str, int] = {}
+    for lane in strategy.lanes:
+        layers = "+".join(str(stage.num_layers) for stage in lane.stages)
+        tps = ",".join(dict.fromkeys(str(stage.tp) for stage in lane.stages))
+        text = f"{layers} layers, tp {tps}, {lane.num_microbatches} x {lane.mbs}"
+        kinds[text] = kinds.get(text, 0) + 1
+    return "; ".join(
+        f"{count} lane{'' if count == 1 else 's'} of {text}"
+        for text, count in list(kinds.items())[:4]
+    ) + ("; ..." if len(kinds) > 4 else "")
+
+
 def step_text(summary: Summary) -> str:
     """Return what a plan's step takes, its stages, its memory and its traffic, as tables."""
     planned, prediction = summary.planned, summary.prediction
@@ -108,9 +123,8 @@ def step_text(summary: Summary) -> str:
 
 def stage_text(stage: StageSummary) -> str:
     """Return the name of a stage for people."""
-    return (
-        f"lane {stage.lane} stage {stage.stage} ({stage.device}, ranks {ranks_text(stage.ranks)})"
-    )
+    ranks = f"rank{'' if len(stage.ranks) == 1 else 's'} {ranks_text(stage.ranks)}"
+    return f"lane {stage.lane} stage {stage.stage} ({stage.device}, {ranks})"
 
 
 def critical_text(summary: Summary, most: int = 4) -> str:
@@ -139,8 +153,10 @@ def _bound_lines(why: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _why_lines(why: Mapping[str, Any]) -> Iterator[str]:
-    for reason in why.get("reasons", ()):
-        yield from ("", f"why: {reason}")
+    reasons = why.get("reasons", ())
+    if reasons:
+        yield from ("", "why")
+        yield from (f"  {reason}" for reason in reasons)
     rejected = why.get("alternatives", ())
     if rejected:
         yield ""

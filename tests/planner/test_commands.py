@@ -1,10 +1,12 @@
 """The planner's commands, as a user types them."""
 
+import io
 import json
 import os
 import signal
 
 import pytest
+from rich.console import Console
 
 from hdtensor import AnnotationPlan, cli
 from hdtensor.pipeline import Timeline
@@ -209,14 +211,26 @@ def test_a_profile_that_is_interrupted_is_code_130(capsys, tmp_path, monkeypatch
     assert (code, err) == (130, "hdtensor profile: interrupted\n")
 
 
-def test_a_bar_is_shown_only_after_a_second():
-    now = [0.0]
-    with ProgressBar("working", clock=lambda: now[0]) as bar:
+def test_a_bar_is_shown_on_a_terminal_after_a_second():
+    now, screen = [0.0], io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    with ProgressBar("working", lambda: now[0], console) as bar:
         bar.update(1, 10, "early")
         assert not bar.is_shown
         now[0] = 1.5
         bar.update(2, 10, "late")
         assert bar.is_shown
+    assert "early" not in screen.getvalue()
+    assert all(text in screen.getvalue() for text in ("working", "20%", "late"))
+
+
+def test_a_file_gets_no_bar():
+    now, file = [0.0], io.StringIO()
+    with ProgressBar("working", lambda: now[0], Console(file=file)) as bar:
+        now[0] = 9.0
+        bar.update(2, 10, "late")
+        assert not bar.is_shown
+    assert file.getvalue() == ""
 
 
 @pytest.mark.slow

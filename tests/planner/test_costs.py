@@ -65,6 +65,33 @@ def test_work_of_a_llama_layer_by_hand():
     assert (quarter.matmul, quarter.attention) == (work.matmul / 4, work.attention / 4)
 
 
+@pytest.mark.paper("Tables 9, 12")
+@pytest.mark.parametrize(
+    ("name", "tp", "least", "most"), [("llama-32B", 4, 3.17, 3.30), ("llama-70B", 8, 2.56, 2.73)]
+)
+def test_datasheets_give_the_ratio_of_speeds_behind_the_papers_splits(name, tp, least, most):
+    """Its splits of layers follow from ratios within 3.17-3.30 (tp 4) and 2.56-2.70 (tp 8) of H20 to H800."""
+    costs = roofline(MODELS[name])
+    slow, fast = (
+        sum(costs.seconds("layer", StageGroup(d, Link(d.link_bandwidth, 1e-5), tp), 1))
+        for d in (H20, H800)
+    )
+    assert least <= slow / fast <= most
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("A100-80", 220, 260), ("H800", 600, 720), ("H20", 125, 142)]
+)
+def test_large_matrix_products_reach_what_is_measured_on_such_devices(name, least, most):
+    """TFLOPS of a layer's matrix products in bfloat16, as public benchmarks of large ones find them."""
+    device = DEVICES[name]
+    parts = roofline().terms("layer", StageGroup(device, NVLINK, 1), 1)
+    work = unit_work(LLAMA, "layer", 1, 4096, 4096)
+    share = work.matmul / (work.matmul + work.attention)
+    seconds = parts["matrix products"].forward + share * parts["operands"].forward
+    assert least <= work.matmul / seconds / 1e12 <= most
+
+
 def test_rings_by_hand():
     link = Link(bandwidth=1e9, latency=1e-3)
     assert gather_seconds(8e9, 8, link) == pytest.approx(7 * (1.0 + 1e-3))

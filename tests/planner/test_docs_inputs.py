@@ -9,7 +9,7 @@ import pytest
 from hdtensor import cli
 from hdtensor.planner import cluster_fields, commands
 from hdtensor.planner.cluster_files import parse_cluster
-from hdtensor.planner.library import ALIASES, DEVICES, NETWORKS
+from hdtensor.planner.library import ALIASES, DEVICES
 from hdtensor.planner.models import MODELS
 from hdtensor.planner.profiles import Profile
 from hdtensor.planner.workload import OPTIMIZERS, SCHEDULES
@@ -42,7 +42,7 @@ def test_the_table_of_devices_is_the_library():
         assert {k: float(v) * 1e12 for k, v in said.items() if v != "-"} == pytest.approx(
             dict(device.flops), rel=1e-6
         )
-        speeds = (device.memory_bandwidth, device.link_bandwidth, NETWORKS[name])
+        speeds = (device.memory_bandwidth, device.link_bandwidth, DEVICES[name].network_bandwidth)
         assert tuple(float(v) * 1e9 for v in (reads, link, network)) == pytest.approx(speeds)
         assert source == device.source
     assert all(f"`{alias}` is `{name}`" in TEXT for alias, name in ALIASES.items())

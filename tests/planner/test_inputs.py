@@ -11,7 +11,7 @@ from hdtensor.planner.cluster import Link
 from hdtensor.planner.cluster_fields import cluster_of_fields, cluster_to_fields
 from hdtensor.planner.cluster_files import parse_cluster, read_cluster
 from hdtensor.planner.cluster_text import cluster_of_text
-from hdtensor.planner.library import DEVICES, NETWORKS, find_device, recognize_device
+from hdtensor.planner.library import DEVICES, find_device, recognize_device
 from hdtensor.planner.machine import cluster_of_slurm, this_machine
 from hdtensor.planner.models import MODELS, find_model, shape_of_config
 from hdtensor.planner.workload import Workload
@@ -55,7 +55,7 @@ def test_every_device_of_the_library_has_sane_numbers_and_a_source():
             # A byte read from memory pays for 16 to 500 operations on every accelerator so far.
             assert 16 < device.flops["float32"] * 4 / device.memory_bandwidth < 500 or name == "H20"
             assert device.link_bandwidth < device.memory_bandwidth
-        assert NETWORKS[name] < device.link_bandwidth
+        assert DEVICES[name].network_bandwidth < device.link_bandwidth
 
 
 @pytest.mark.parametrize("name", ["RTX-2080", "RTX-2080Ti", "Titan-RTX", "V100-16", "V100-32"])
@@ -202,8 +202,8 @@ def test_a_cluster_of_one_line():
     ]  # fmt: skip
     assert cluster.nodes[-1].zone == "b"
     # A link is as fast as its slower end.
-    assert cluster.link(0, 20).bandwidth == NETWORKS["H20"]
-    assert cluster.link(0, 44).bandwidth == NETWORKS["V100-16"]
+    assert cluster.link(0, 20).bandwidth == DEVICES["H20"].network_bandwidth
+    assert cluster.link(0, 44).bandwidth == DEVICES["V100-16"].network_bandwidth
     assert cluster.link(0, 1).bandwidth == DEVICES["H800"].link_bandwidth
 
 
@@ -235,8 +235,13 @@ def test_a_file_has_devices_of_its_own_nodes_and_links():
     assert cluster.link(0, 4) == Link(1.25e9, 1e-3)  # east to west
     assert cluster.link(0, 2) == cluster.link(4, 8) == Link(5e10, pytest.approx(2e-5))
     assert cluster.nodes[2].uplink == 25e9
-    assert cluster.nodes[0].uplink is not None
+    assert cluster.nodes[0].uplink is None  # the file says what network each device has
     assert cluster.nodes[3].uplink is None
+    shared = parse_cluster(
+        "devices: {fast: {like: CPU}, far: {like: H20}}\nnodes: [2x fast, 2x far]"
+    )
+    assert [node.uplink for node in shared.nodes] == [1.25e9, None]
+    assert shared.link(0, 2).bandwidth == 1.25e9
 
 
 def test_a_cluster_is_what_its_fields_say():

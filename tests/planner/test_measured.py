@@ -64,3 +64,9 @@ def test_both_halves_find_nearly_the_same_constants(halves):
 def test_too_few_steps_are_refused():
     with pytest.raises(PlannerError, match="steps: three measured steps or more"):
         fit_runtime(list(STEPS.values())[:2], FIRST)
+
+
+def test_steps_without_seconds_are_refused():
+    steps = [step._replace(seconds=float("nan")) for step in STEPS.values()]
+    with pytest.raises(PlannerError, match="steps: each must have measured seconds"):
+        fit_runtime(steps, FIRST)

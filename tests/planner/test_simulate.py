@@ -44,12 +44,31 @@ def test_lanes_wait_for_one_another_layer_by_layer():
     """
     plan = strategy(lane(([0], 2), ([1], 1), count=4), lane(([2], 1), ([3], 2), count=2))
     costs = TableCosts(sync_seconds=0.25)
-    step = simulate_strategy(plan, TWO, costs, workload(6))
+    step = simulate_strategy(plan, TWO, costs, workload(6, zero=0))
     sync = {
         span.ranks: (span.start, span.end) for span in step.timeline.spans if span.kind == "sync"
     }
     assert sync == {(1, 3): (13.0, 13.25), (0, 3): (13.25, 13.5), (0, 2): (15.0, 15.25)}
-    assert step.seconds == step_seconds(plan, TWO, costs, workload(6)) == 15.25
+    assert step.seconds == step_seconds(plan, TWO, costs, workload(6, zero=0)) == 15.25
+
+
+def test_zero_scatters_before_the_optimizer_and_gathers_after_it():
+    """Two lanes of one stage, done after 9 and 6 s; 3 layers of 0.5 s to synchronize, 0.1 s to update."""
+    plan = strategy(lane(([0], 3), count=2), lane(([2], 3), count=1))
+    costs = TableCosts(sync_seconds=0.5, update_seconds=0.1)
+    step = simulate_strategy(plan, TWO, costs, workload(3))
+    after = [
+        (span.kind, round(span.start, 9), round(span.end, 9))
+        for span in step.timeline.spans
+        if span.kind in ("sync", "optimizer", "gather")
+    ]
+    assert after == [
+        ("sync", 9.0, 9.75),
+        ("optimizer", 9.75, 10.05),
+        ("optimizer", 9.75, 10.05),
+        ("gather", 10.05, 10.8),
+    ]
+    assert step_seconds(plan, TWO, costs, workload(3)) == pytest.approx(10.8)
 
 
 def test_shares_are_cut_where_any_lane_cuts():
@@ -95,18 +114,18 @@ def strategies(draw):
     plan=strategies().filter(lambda plan: plan.lanes),
     numbers=st.tuples(*[st.floats(0, 2)] * 4),
     is_blocking=st.booleans(),
+    zero=st.sampled_from([0, 1]),
 )
 @settings(max_examples=80, deadline=None)
-def test_the_fast_step_is_the_events_step(plan, numbers, is_blocking):
+def test_the_fast_step_is_the_events_step(plan, numbers, is_blocking, zero):
     message, sync, update, start = numbers
     costs = TableCosts(message, sync, update, 0.3, RuntimeTraits(is_blocking, start))
     batch = sum(each.num_microbatches * each.mbs for each in plan.lanes)
+    work = workload(batch, zero=zero)
     nodes = cluster((FAST, 4), (SLOW, 4))
-    step = simulate_strategy(plan, nodes, costs, workload(batch))
-    assert step_seconds(plan, nodes, costs, workload(batch)) == pytest.approx(
-        step.seconds, rel=1e-9
-    )
-    assert strategy_memory(plan, nodes, costs, workload(batch)) == step.memory
+    step = simulate_strategy(plan, nodes, costs, work)
+    assert step_seconds(plan, nodes, costs, work) == pytest.approx(step.seconds, rel=1e-9)
+    assert strategy_memory(plan, nodes, costs, work) == step.memory
     for part in step.attribution():
         assert part.seconds == pytest.approx(step.seconds, rel=1e-9)
         assert min(*part[2:6], *part[7:]) >= -1e-9

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -142,16 +144,32 @@ def simulate(runs: Sequence[LaneRun], events: Sequence[Event] = ()) -> Timeline:
     Raises:
         ScheduleError: If a schedule waits for ever, or an event names a rank of no lane.
     """
-    build = _Builder(runs)
-    for event in events:
-        if event.when == "before":
-            build.event(event)
-    for index, run in enumerate(runs):
-        build.passes(index, run)
-    for event in events:
-        if event.when == "after":
-            build.event(event)
-    return build.timeline()
+    with _no_garbage():
+        build = _Builder(runs)
+        for event in events:
+            if event.when == "before":
+                build.event(event)
+        for index, run in enumerate(runs):
+            build.passes(index, run)
+        for event in events:
+            if event.when == "after":
+                build.event(event)
+        return build.timeline()
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Keep the garbage collector away: it would walk over tens of thousands of new tuples again and again.
+
+    Nothing here makes circles. On 1,024 ranks this is two thirds of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Builder:
@@ -209,7 +227,7 @@ class _Builder:
                 ) from None
             if before:
                 old = self._tasks[task]
-                self._tasks[task] = old._replace(after=(*old.after, *before))
+                self._tasks[task] = Task(old.seconds, (*old.after, *before))
         self._order(index, run, todo, traffic, sent)
 
     def _order(
