@@ -194,22 +194,24 @@ def _lanes_model(
     def used(lane: int, place: int) -> Any:
         return sum(model.takes[lane, place, kind] for kind in model.kinds)
 
-    @model.Constraint(model.lanes, model.places)
     def stage_time(model: Any, lane: int, place: int) -> Any:
         each = sum(model.takes[lane, place, k] * kinds[k].seconds for k in model.kinds)
         return model.seconds[lane, place] == model.layers[lane, place] * each
 
-    @model.Constraint(model.lanes, model.places)
+    model.stage_time = pyo.Constraint(model.lanes, model.places, rule=stage_time)
+
     def lane_time(model: Any, lane: int, place: int) -> Any:
         stages = sum(used(lane, other) for other in model.places)
         passes = model.microbatches[lane] + stages - 1
         return passes * model.seconds[lane, place] <= model.step
 
-    @model.Constraint(model.lanes, model.places)
+    model.lane_time = pyo.Constraint(model.lanes, model.places, rule=lane_time)
+
     def no_holes(model: Any, lane: int, place: int) -> Any:
         return used(lane, place) <= (used(lane, place - 1) if place else 1)
 
-    @model.Constraint(model.pools)
+    model.no_holes = pyo.Constraint(model.lanes, model.places, rule=no_holes)
+
     def devices_of_pool(model: Any, pool: int) -> Any:
         taken = (
             model.takes[lane, place, k] * kinds[k].size
@@ -220,21 +222,27 @@ def _lanes_model(
         )
         return sum(taken) <= devices[pool]
 
-    @model.Constraint(model.lanes)
+    model.devices_of_pool = pyo.Constraint(model.pools, rule=devices_of_pool)
+
     def all_layers(model: Any, lane: int) -> Any:
         return sum(model.layers[lane, p] for p in model.places) == num_layers * used(lane, 0)
 
-    @model.Constraint(model.lanes, model.places)
+    model.all_layers = pyo.Constraint(model.lanes, rule=all_layers)
+
     def some_layers(model: Any, lane: int, place: int) -> Any:
         return model.layers[lane, place] >= used(lane, place)
 
-    @model.Constraint(model.lanes, model.places)
+    model.some_layers = pyo.Constraint(model.lanes, model.places, rule=some_layers)
+
     def no_layers(model: Any, lane: int, place: int) -> Any:
         return model.layers[lane, place] <= num_layers * used(lane, place)
 
-    @model.Constraint(model.lanes)
+    model.no_layers = pyo.Constraint(model.lanes, model.places, rule=no_layers)
+
     def some_microbatches(model: Any, lane: int) -> Any:
         return model.microbatches[lane] <= batch * used(lane, 0)
+
+    model.some_microbatches = pyo.Constraint(model.lanes, rule=some_microbatches)
 
     model.batch = pyo.Constraint(expr=sum(model.microbatches[i] for i in model.lanes) == batch)
     return model
