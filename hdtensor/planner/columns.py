@@ -28,6 +28,8 @@ from hdtensor.planner.tails import usual_tails
 
 #: Halvings of the interval in which the time of a shape lies.
 _HALVINGS = 20
+#: What no lane does within any time that is asked about; it keeps numbers within integers.
+_MOST_MICROBATCHES = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class Columns:
     def caps(self, seconds: float) -> Ints:
         """Return how many samples each lane does in a time."""
         counts = np.floor((seconds - self.beside) / self.per * (1 + 1e-12)).min(axis=1)
-        samples: Ints = np.maximum(counts, 0).astype(np.int64) * self.mbs
+        samples: Ints = np.clip(counts, 0, _MOST_MICROBATCHES).astype(np.int64) * self.mbs
         return samples
 
     def seconds(self, num_microbatches: Floats) -> Floats:
@@ -221,6 +223,10 @@ def held_microbatches(schedule: str, num_stages: int, num_microbatches: int) -> 
     """
     if schedule.lower() == "gpipe":
         return [num_microbatches] * num_stages
+    if (
+        schedule.lower() == "zb-h1"
+    ):  # a weight's part of backward is put off by the number of its stage
+        return [min(num_microbatches, num_stages)] * num_stages
     return [min(num_microbatches, num_stages - stage) for stage in range(num_stages)]
 
 
