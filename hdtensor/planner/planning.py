@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hdtensor.errors import PlannerError
@@ -13,12 +14,18 @@ from hdtensor.planner.model import ModelShape
 from hdtensor.planner.profiled import ProfiledCosts
 from hdtensor.planner.profiles import Profile
 from hdtensor.planner.roofline import RooflineCosts
+from hdtensor.planner.score import Scorer
 from hdtensor.planner.search import Progress, SearchResult, search
 from hdtensor.planner.simulate import simulate_strategy
 from hdtensor.planner.space import Space
 from hdtensor.planner.summary import Summary, summarize
+from hdtensor.planner.why import batch_moves, layer_moves
 from hdtensor.planner.workload import Workload
 
+
+#: Moves of a layer or a micro-batch after the search, and what part of the step each must save.
+_MOST_MOVES = 16
+_LEAST_GAIN = 1e-6
 
 #: Micro-batches of all stages that are simulated at most.
 MAX_PASSES = 1 << 18
@@ -97,4 +104,27 @@ def find_plan(
         PlannerError: If nothing fits in memory.
     """
     result = search(space, report=report, should_stop=should_stop)
-    return Planned(result.strategy, model, space.cluster, space.workload), result
+    planned = Planned(result.strategy, model, space.cluster, space.workload)
+    return _polished(planned, result)
+
+
+def _polished(planned: Planned, result: SearchResult) -> tuple[Planned, SearchResult]:
+    """Return a plan after layers and micro-batches were moved one by one, as long as that makes the step shorter.
+
+    The search gives them out lane by lane; the step ends with the slowest lane and what all lanes do together.
+    """
+    space = result.space
+    scorer = Scorer(space)
+    for _ in range(_MOST_MOVES):
+        bottleneck = predict(planned, space.costs).bottleneck
+        moves = (
+            *layer_moves(planned.strategy, bottleneck.lane, bottleneck.stage),
+            *batch_moves(planned.strategy, bottleneck.lane),
+        )
+        scored = [found for strategy, _ in moves if (found := scorer.score(strategy)) is not None]
+        best = min(scored, key=lambda found: found.seconds, default=None)
+        if best is None or best.seconds >= result.seconds * (1 - _LEAST_GAIN):
+            break
+        planned = planned._replace(strategy=best.strategy)
+        result = replace(result, strategy=best.strategy, seconds=best.seconds)
+    return planned, result

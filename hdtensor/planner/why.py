@@ -76,11 +76,11 @@ def find_why(summary: Summary, costs: CostModel) -> Why:
     step = summary.prediction.seconds
     layers = [
         _move(summary, costs, strategy, what)
-        for strategy, what in _layer_moves(planned.strategy, bottleneck.lane, bottleneck.stage)
+        for strategy, what in layer_moves(planned.strategy, bottleneck.lane, bottleneck.stage)
     ]
     batches = [
         _move(summary, costs, strategy, what)
-        for strategy, what in _batch_moves(planned.strategy, bottleneck.lane)
+        for strategy, what in batch_moves(planned.strategy, bottleneck.lane)
     ]
     moves = tuple(sorted((*layers, *batches), key=lambda move: move.seconds))
     if any(move.lacking and move.seconds < step for move in moves):
@@ -175,7 +175,7 @@ def _move(summary: Summary, costs: CostModel, strategy: Strategy, what: str) -> 
     return Move(what, prediction.seconds, over[rank], f"rank {rank}")
 
 
-def _layer_moves(strategy: Strategy, lane: int, stage: int) -> Iterator[tuple[Strategy, str]]:
+def layer_moves(strategy: Strategy, lane: int, stage: int) -> Iterator[tuple[Strategy, str]]:
     """Yield the strategies with one layer moved from a stage to another one of its lane."""
     stages = strategy.lanes[lane].stages
     if stages[stage].num_layers < 2:
@@ -190,7 +190,7 @@ def _layer_moves(strategy: Strategy, lane: int, stage: int) -> Iterator[tuple[St
         yield lanes, f"A layer moved to stage {other}"
 
 
-def _batch_moves(strategy: Strategy, lane: int) -> Iterator[tuple[Strategy, str]]:
+def batch_moves(strategy: Strategy, lane: int) -> Iterator[tuple[Strategy, str]]:
     """Yield the strategies with micro-batches moved from a lane to one lane of each other kind."""
     mine = strategy.lanes[lane]
     if mine.num_microbatches < 2:

@@ -95,5 +95,10 @@ def test_what_a_search_says_is_true_of_what_it_rejected():
         again = simulate_strategy(strategy, cluster, costs, WORK).seconds
         assert again == pytest.approx(each["seconds"])
         assert each["reason"].startswith(f"{again / summary.prediction.seconds - 1:.2%} slower")
+    # No single move that fits is left that makes the step shorter: the last part of planning took them all.
+    assert all(
+        move.lacking or move.seconds >= summary.prediction.seconds * (1 - 1e-6)
+        for move in find_why(summary, costs).moves
+    )
     assert all(a != b for a, b in itertools.pairwise(why["reasons"]))
     assert f"What binds: {why['constraint']}." in " ".join(why["reasons"])
