@@ -34,6 +34,8 @@ from hdtensor.planner.uniform import best_uniform
 _EQUAL = 6
 #: Times, relative to the best, at which lanes are chosen: what is a little slower by estimate may be faster.
 _NEAR = (1.0, 1.004, 1.012, 1.03)
+#: What is slower than the best by so much by estimate is not simulated, where devices are many.
+_HOPELESS = 1.03
 #: Few devices leave time for more of them.
 _FEW_DEVICES = 16
 _NEAR_FEW = (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)
@@ -196,6 +198,9 @@ class _Run:
         refined = {lane: refine_layers(level.clock, lane) for lane in dict.fromkeys(lanes)}
         better = [refined[lane] for lane in lanes]
         better = refine_microbatches(level.clock, better)
+        few = sum(self.space.devices) <= _FEW_DEVICES
+        if not few and max(map(level.clock.seconds, better)) > self.seconds * _HOPELESS:
+            return
         for drafts in (tuple(better), tuple(lanes)):
             strategy = place(self.space, drafts)
             scored = self.scorer.score(strategy) if strategy else None
