@@ -33,9 +33,9 @@ from hdtensor.planner.tails import fastest_tails
 
 
 #: Numbers of lanes are bounded together from each of these up to the next.
-_LANE_STEPS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33)
+_LANE_STEPS = (1, 2, 3, 4, 6, 9)
 #: Relative width at which the bisection ends.
-_CLOSE = 2e-3
+_CLOSE = 4e-3
 #: Points of the lattice of devices, and sets of kinds, up to which lanes are bounded one by one.
 _MOST_POINTS = 3_000
 _MOST_SETS = 150_000

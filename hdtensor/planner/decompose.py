@@ -174,10 +174,23 @@ def sync_seconds(
     seconds = []
     for share in shares:
         groups = tuple(stage.group for stage in share.stages)
-        nodes = list(dict.fromkeys(node for stage in share.stages for node in stage.nodes))
+        nodes = _two_of_each(cluster, users, (n for stage in share.stages for n in stage.nodes))
         link = slowest_link(cluster, nodes, nodes, users)
         seconds.append(costs.synchronize(groups, share.layers, link))
     return seconds
+
+
+def _two_of_each(
+    cluster: Cluster, num_users: Mapping[int, int], numbers: Iterable[int]
+) -> list[int]:
+    """Return two of each set of nodes that links do not tell apart, as that is all that the slowest link depends on."""
+    alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    for number in dict.fromkeys(numbers):
+        node = cluster.nodes[number]
+        key = (node.device.name, node.inside, node.zone, node.uplink, num_users.get(number))
+        if len(alike[key]) < 2:
+            alike[key].append(number)
+    return [number for numbers in alike.values() for number in numbers]
 
 
 def _sync_users(shares: Sequence[Share], lanes: Sequence[Sequence[PlacedStage]]) -> dict[int, int]:

@@ -27,7 +27,7 @@ from hdtensor.planner.strategy import LaneChoice, Strategy
 
 #: New lanes that are tried, and shapes that they are chosen from.
 _TRIED = 4
-_SHAPES = 700
+_SHAPES = 150
 
 
 def replan(result: SearchResult, ranks: Iterable[int]) -> SearchResult:
@@ -177,7 +177,7 @@ def _from_tables(
     near = [level for level in result.levels if level.num_lanes <= number]
     if not near:
         return
-    level = near[-1].on(space)
+    level = max(near, key=lambda each: each.num_lanes).on(space)
     options = level.equal(2) if level.num_lanes > 1 else [[lane] for lane in level.single(2)]
     for lanes in options:
         if fits(space, [k for lane in lanes for k in lane.kinds]):

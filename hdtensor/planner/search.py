@@ -34,6 +34,10 @@ from hdtensor.planner.uniform import best_uniform
 _EQUAL = 6
 #: Times, relative to the best, at which lanes are chosen: what is a little slower by estimate may be faster.
 _NEAR = (1.0, 1.004, 1.012, 1.03)
+#: What is slower than the best by so much by estimate is not simulated, where devices are many.
+_HOPELESS = 1.03
+#: Likewise before lanes are refined.
+_REFINED = 1.08
 #: Few devices leave time for more of them.
 _FEW_DEVICES = 16
 _NEAR_FEW = (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)
@@ -149,12 +153,16 @@ class _Run:
         """Go through the levels, unless stopped."""
         self.uniform = best_uniform(self.space, self.scorer)
         shapes, _ = find_shapes(self.space)
-        numbers = list(_level_numbers(self.space))
+        numbers = sorted(_level_numbers(self.space), key=self._likely)
         for index, num_lanes in enumerate(numbers):
             if not self._goes_on((index + 1) / (len(numbers) + 1), f"{num_lanes} lanes or more"):
                 return
             self._level(shapes, num_lanes)
         self.is_complete = True
+
+    def _likely(self, num_lanes: int) -> float:
+        """Return how far a number of lanes is from the usual one, of about eight devices a lane."""
+        return abs(math.log2(8 * num_lanes / sum(self.space.devices)))
 
     def _goes_on(self, done: float, what: str) -> bool:
         if self._report:
@@ -171,17 +179,17 @@ class _Run:
             for draft in level.single(_EQUAL):
                 self._try(level, [draft])
             return
+        room = np.array(self.space.devices)
+        few = room.sum() <= _FEW_DEVICES
+        work = work_bound(self.space)
+        relaxed = level.relaxed_seconds(work, min(self.seconds, 64 * work), room)
+        if relaxed >= self.seconds and not few:
+            return  # not even parts of lanes are faster
         for lanes in level.equal(_EQUAL):
             self._try(level, lanes)
         if self.space.options.equal_lanes:
             return
-        room = np.array(self.space.devices)
-        work = work_bound(self.space)
-        relaxed = level.relaxed_seconds(work, min(self.seconds, 64 * work), room)
-        if relaxed >= self.seconds and room.sum() > _FEW_DEVICES:
-            return
         best = level.whole_seconds(relaxed, self.seconds, room)
-        few = room.sum() <= _FEW_DEVICES
         for factor in _NEAR_FEW if few else _NEAR:
             self._try_whole(level, best * factor, room)
 
@@ -193,9 +201,14 @@ class _Run:
 
     def _try(self, level: Level, lanes: Sequence[LaneDraft]) -> None:
         """Improve lanes, place them, and simulate the step."""
+        few = sum(self.space.devices) <= _FEW_DEVICES
+        if not few and max(map(level.clock.seconds, lanes)) > self.seconds * _REFINED:
+            return
         refined = {lane: refine_layers(level.clock, lane) for lane in dict.fromkeys(lanes)}
         better = [refined[lane] for lane in lanes]
         better = refine_microbatches(level.clock, better)
+        if not few and max(map(level.clock.seconds, better)) > self.seconds * _HOPELESS:
+            return
         for drafts in (tuple(better), tuple(lanes)):
             strategy = place(self.space, drafts)
             scored = self.scorer.score(strategy) if strategy else None

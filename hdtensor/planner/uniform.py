@@ -114,12 +114,13 @@ def _strategy(space: Space, shape: UniformShape, ranks: Sequence[int]) -> Strate
 
 
 def _least_seconds(space: Space, strategy: Strategy) -> float:
-    """Return the work of the slowest stage: no step is shorter."""
-    most = 0.0
+    """Return a time that the step is no shorter than: the first lane's, as ``bounds`` has it, or the work of a stage."""
+    most, schedule = 0.0, space.workload.schedule.lower()
     kinds = {(kind.pool, kind.group.tp, kind.group.cp): k for k, kind in enumerate(space.kinds)}
     pools = {node: p for p, pool in enumerate(space.pools) for node in pool.nodes}
     for lane in strategy.lanes:
         m = space.prices.mbs.index(lane.mbs)
+        total, slowest = 0.0, 0.0
         for number, stage in enumerate(lane.stages):
             k = kinds.get((pools[space.cluster.node_of(stage.ranks[0])], stage.tp, stage.cp))
             if k is None or not np.isfinite(space.prices.layer[k, m]):
@@ -127,5 +128,9 @@ def _least_seconds(space: Space, strategy: Strategy) -> float:
             work = space.prices.layer[k, m] * stage.num_layers
             work += space.prices.first[k, m] * (number == 0)
             work += space.prices.last[k, m] * (number == len(lane.stages) - 1)
-            most = max(most, float(work) * lane.num_microbatches)
+            total, slowest = total + float(work), max(slowest, float(work))
+        count, stages = lane.num_microbatches, len(lane.stages)
+        most = max(most, slowest * count)
+        if count > stages and schedule == "1f1b":
+            most = max(most, 2 * total + (count - 1 - stages) * slowest)
     return most
