@@ -35,7 +35,7 @@ from hdtensor.planner.tails import fastest_tails
 #: Numbers of lanes are bounded together from each of these up to the next.
 _LANE_STEPS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33)
 #: Relative width at which the bisection ends.
-_CLOSE = 5e-4
+_CLOSE = 2e-3
 #: Points of the lattice of devices, and sets of kinds, up to which lanes are bounded one by one.
 _MOST_POINTS = 3_000
 _MOST_SETS = 150_000
@@ -328,7 +328,7 @@ def _holds(space: Space, sets: LaneSets, m: int, sharers: int, ahead: int) -> np
     for number in np.unique(sets.stages):
         mine = sets.stages == number
         now = layers[:, :number]
-        for reference in now:
+        for reference in now[:: 1 if ahead > 1 else len(now)]:
             places = reference - reference[0]
             kinds = (now - places).max(axis=1)
             most[mine] = np.minimum(most[mine], sets.counts[mine] @ kinds + places.sum())

@@ -105,30 +105,44 @@ def pack(
     usable = np.flatnonzero((caps > 0) & (places < np.array(shape)).all(axis=1))
     order = usable[np.argsort(caps[usable], kind="stable")]
     index = tuple(places[order].T)
-    single = _Table(np.zeros(shape, dtype=np.int64))
-    single.values[index] = caps[order]  # the last of equal places is the best one
-    single.lane_at = np.full(shape, -1, dtype=np.int64)
-    single.lane_at[index] = order
+    exact = np.zeros(shape, dtype=np.int64)
+    exact[index] = caps[order]  # the last of equal places is the best one
+    lane_at = np.full(shape, -1, dtype=np.int64)
+    lane_at[index] = order
+    single = _Table(_not_falling(exact))
+    single.exact, single.lane_at = exact, lane_at
     best = _best_of(single, most_lanes)
     top = np.unravel_index(int(best.values.argmax()), shape)
     return sorted(best.lanes(tuple(int(i) for i in top)))
 
 
+def _not_falling(values: Ints) -> Ints:
+    """Return, at each point, the greatest value of all points that take no more."""
+    found = values.copy()
+    for axis in range(values.ndim):
+        np.maximum.accumulate(found, axis=axis, out=found)
+    return found
+
+
 class _Table:
-    """The most samples of some lanes at each point, as of one lane or joined of two tables."""
+    """The most samples of some lanes at each point or below it, as of one lane or joined of two tables."""
 
     def __init__(
         self, values: Ints, one: _Table | None = None, other: _Table | None = None
     ) -> None:
         self.values, self.one, self.other = values, one, other
+        self.exact: Ints = values
         self.lane_at: Ints = values
 
     def join(self, other: _Table) -> _Table:
-        """Return the table of the lanes of both."""
+        """Return the table of the lanes of both. Only points where one device less does less need be tried."""
         best = np.maximum(self.values, other.values)
-        for point in zip(*np.nonzero(self.values), strict=True):
-            low = tuple(slice(int(i), None) for i in point)
-            high = tuple(slice(0, n - int(i)) for i, n in zip(point, best.shape, strict=True))
+        steps = self.values > 0
+        for axis in range(steps.ndim):
+            steps &= np.diff(self.values, axis=axis, prepend=0) > 0
+        for point in zip(*(axis.tolist() for axis in np.nonzero(steps)), strict=True):
+            low = tuple(slice(i, None) for i in point)
+            high = tuple(slice(0, n - i) for i, n in zip(point, best.shape, strict=True))
             np.maximum(best[low], other.values[high] + self.values[point], out=best[low])
         return _Table(best, self, other)
 
@@ -138,7 +152,9 @@ class _Table:
         if value == 0:
             return []
         if self.one is None or self.other is None:
-            return [int(self.lane_at[point])]
+            near = self.exact[tuple(slice(0, i + 1) for i in point)]
+            place = np.unravel_index(int(near.argmax()), near.shape)
+            return [int(self.lane_at[place])]
         for table in (self.one, self.other):
             if int(table.values[point]) == value:
                 return table.lanes(point)

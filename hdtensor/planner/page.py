@@ -25,7 +25,7 @@ from hdtensor.planner.text_report import (
 
 _MOST_ROWS = 200
 _MEMORY_WORDS = {"optimizer": "optimizer state", "buffers": "buffers and runtime"}
-_STEP_WORDS = {"busy": "computing", "sync": "gradients"}
+_STEP_WORDS = {"busy": "computing", "sync": "gradients", "gather": "parameters"}
 
 
 def save_page(path: str | os.PathLike[str], summary: Summary) -> None:

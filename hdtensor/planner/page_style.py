@@ -45,6 +45,7 @@ STEP_COLORS = {
     "waiting": "var(--idle)",
     "sync": "#e08e3c",
     "optimizer": "#8e6bbf",
+    "gather": "#c9743a",
 }
 
 _GOLDEN_ANGLE = 137.508

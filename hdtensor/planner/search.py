@@ -193,7 +193,8 @@ class _Run:
 
     def _try(self, level: Level, lanes: Sequence[LaneDraft]) -> None:
         """Improve lanes, place them, and simulate the step."""
-        better = [refine_layers(level.clock, lane) for lane in lanes]
+        refined = {lane: refine_layers(level.clock, lane) for lane in dict.fromkeys(lanes)}
+        better = [refined[lane] for lane in lanes]
         better = refine_microbatches(level.clock, better)
         for drafts in (tuple(better), tuple(lanes)):
             strategy = place(self.space, drafts)

@@ -19,6 +19,7 @@ from hdtensor.planner.unit_sizes import span_parameters
 
 
 _PASSES = ("F", "B", "I", "W")
+_SYNCS, _OPTIMIZERS, _GATHERS = ("sync",), ("optimizer",), ("gather",)
 
 
 class StageSummary(NamedTuple):
@@ -38,6 +39,7 @@ class StageSummary(NamedTuple):
         waiting: Seconds, until its last pass ends, in which it waits for messages and other stages.
         sync: Seconds from then to the end of the gradients' synchronization, waiting for other lanes included.
         optimizer: Seconds.
+        gather: Seconds from then to the end of ZeRO's gathers of parameters, waiting included.
         memory: Bytes on each of its ranks, by what they are for.
         capacity: Bytes of a device.
         in_flight: Micro-batches whose activations it holds at most.
@@ -56,6 +58,7 @@ class StageSummary(NamedTuple):
     waiting: float
     sync: float
     optimizer: float
+    gather: float
     memory: RankMemory
     capacity: int
     in_flight: int
@@ -241,7 +244,9 @@ def link_uses(summary: Summary) -> list[LinkUse]:
 
 def _stages(planned: Planned, prediction: Prediction) -> Iterator[StageSummary]:
     placed = place_lanes(planned.strategy, planned.cluster)
-    ends, syncs, optimizers = _after_passes(prediction)
+    last = {
+        kinds: _last_ends(prediction, kinds) for kinds in (_PASSES, _SYNCS, _OPTIMIZERS, _GATHERS)
+    }
     held = prediction.timeline.peak_activations()
     for lane, (choice, stages, times) in enumerate(
         zip(planned.strategy.lanes, placed, prediction.lanes, strict=True)
@@ -250,6 +255,11 @@ def _stages(planned: Planned, prediction: Prediction) -> Iterator[StageSummary]:
         for number, stage in enumerate(stages):
             rank = stage.choice.ranks[0]
             busy = choice.num_microbatches * (times.forward[number] + times.backward[number])
+            # What a rank does after its passes, each part from the end of the one before.
+            ends = [last[_PASSES][rank]]
+            for kinds in (_SYNCS, _OPTIMIZERS, _GATHERS):
+                ends.append(max(ends[-1], last[kinds].get(rank, 0.0)))
+            sync, optimizer, gather = (b - a for a, b in itertools.pairwise(ends))
             yield StageSummary(
                 lane=lane,
                 stage=number,
@@ -261,9 +271,10 @@ def _stages(planned: Planned, prediction: Prediction) -> Iterator[StageSummary]:
                 forward=times.forward[number],
                 backward=times.backward[number],
                 busy=busy,
-                waiting=max(ends.get(rank, 0.0) - busy, 0.0),
-                sync=max(syncs.get(rank, 0.0) - ends.get(rank, 0.0), 0.0),
-                optimizer=optimizers.get(rank, 0.0),
+                waiting=max(ends[0] - busy, 0.0),
+                sync=sync,
+                optimizer=optimizer,
+                gather=gather,
                 memory=prediction.memory[rank],
                 capacity=stage.group.device.memory_bytes,
                 in_flight=held.get((lane, number), 0),
@@ -271,22 +282,14 @@ def _stages(planned: Planned, prediction: Prediction) -> Iterator[StageSummary]:
             first += stage.choice.num_layers
 
 
-def _after_passes(
-    prediction: Prediction,
-) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-    """Return for each rank the end of its last pass, of its last synchronization, and its optimizer's seconds."""
-    ends: defaultdict[int, float] = defaultdict(float)
-    syncs: defaultdict[int, float] = defaultdict(float)
-    optimizers: defaultdict[int, float] = defaultdict(float)
+def _last_ends(prediction: Prediction, kinds: tuple[str, ...]) -> dict[int, float]:
+    """Return the end of each rank's last span of some kinds."""
+    ends: dict[int, float] = {}
     for span in prediction.timeline.spans:
-        for rank in span.ranks:
-            if span.kind in _PASSES:
-                ends[rank] = max(ends[rank], span.end)
-            elif span.kind == "sync":
-                syncs[rank] = max(syncs[rank], span.end)
-            elif span.kind == "optimizer":
-                optimizers[rank] += span.seconds
-    return ends, syncs, optimizers
+        if span.kind in kinds:
+            for rank in span.ranks:
+                ends[rank] = max(ends.get(rank, 0.0), span.end)
+    return ends
 
 
 def _critical(prediction: Prediction) -> dict[str, float]:
@@ -339,8 +342,10 @@ def _traffic(planned: Planned, prediction: Prediction) -> Iterator[Traffic]:
 def _gradients(
     planned: Planned, prediction: Prediction, shares: Sequence[Share], itemsize: int
 ) -> Iterator[Traffic]:
-    spans = [span for span in prediction.timeline.spans if span.kind == "sync"]
-    seconds = {span.ranks: span.seconds for span in spans}
+    seconds: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for span in prediction.timeline.spans:
+        if span.kind in (*_SYNCS, *_GATHERS):
+            seconds[span.ranks] += span.seconds
     for share in shares:
         ranks = tuple(sorted(rank for stage in share.stages for rank in stage.choice.ranks))
         heads = [stage.choice.ranks[:1] for stage in share.stages]

@@ -168,7 +168,7 @@ def _why_lines(why: Mapping[str, Any]) -> Iterator[str]:
 def _stage_rows(summary: Summary) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]]
     rows = [("lane", "micro-batches", "stage", "ranks", "device", "tp", "layers", "forward", "backward",
-             "busy", "waiting", "sync", "optimizer")]  # fmt: skip
+             "busy", "waiting", "sync", "optimizer", "gather")]  # fmt: skip
     lanes = summary.planned.strategy.lanes
     for group in group_lanes(summary):
         lane = lanes[group.lanes[0]]
@@ -181,6 +181,7 @@ def _stage_rows(summary: Summary) -> list[tuple[str, ...]]:
                 stage.waiting,
                 stage.sync,
                 stage.optimizer,
+                stage.gather,
             )
             rows.append(
                 (

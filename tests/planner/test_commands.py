@@ -80,8 +80,11 @@ def test_json_says_what_the_text_says(plan, capsys, tmp_path):
     used = sorted(rank for stage in value["stages"] for rank in stage["ranks"])
     assert sorted(used + value["idle_ranks"]) == list(range(planned.cluster.num_ranks))
     for stage in value["stages"]:
-        total = stage["busy"] + stage["waiting"] + stage["sync"] + stage["optimizer"]
-        assert total <= value["step_seconds"] * (1 + 1e-9)
+        parts = ("busy", "waiting", "sync", "optimizer", "gather")
+        assert sum(stage[part] for part in parts) <= value["step_seconds"] * (1 + 1e-9)
+        assert all(stage[part] >= 0 for part in parts)
+    ends = [sum(stage[part] for part in parts) for stage in value["stages"]]
+    assert max(ends) == pytest.approx(value["step_seconds"])  # some stage ends last
     code, out, _ = run(capsys, "plan", *SMALL, "--json", "--uniform")
     again = json.loads(out)
     assert again["step_seconds"] == value["step_seconds"]
