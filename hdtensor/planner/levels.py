@@ -148,7 +148,11 @@ class Level:
         return high
 
     def whole_seconds(self, low: float, high: float, room: Ints) -> float:
-        """Return about the least time in which whole lanes do the batch, ``high`` if that is not enough."""
+        """Return about the least time in which whole lanes do the batch, ``high`` if that is not enough.
+
+        Without a plan yet ``high`` is infinite; 64 times ``low`` is then as good a limit, and halving it ends.
+        """
+        high = min(high, 64 * low)
         while high > low * (1 + _CLOSE):
             middle = (low * high) ** 0.5
             if int(self.caps(middle)[self.whole(middle, room)].sum()) >= self.space.workload.batch:
