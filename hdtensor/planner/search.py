@@ -210,11 +210,12 @@ class _Run:
         if not few and max(map(level.clock.seconds, better)) > self.seconds * _HOPELESS:
             return
         for drafts in (tuple(better), tuple(lanes)):
-            strategy = place(self.space, drafts)
-            scored = self.scorer.score(strategy) if strategy else None
-            if scored is not None:
+            placed = (place(self.space, drafts), place(self.space, drafts, "stage"))
+            scored = [self.scorer.score(strategy) for strategy in placed if strategy]
+            best = min((s for s in scored if s), key=lambda s: s.seconds, default=None)
+            if best is not None:
                 what = describe(self.space, drafts)
-                self.candidates.append(Candidate(scored.seconds, what, scored.strategy, drafts))
+                self.candidates.append(Candidate(best.seconds, what, best.strategy, drafts))
                 break
 
     def result(self) -> SearchResult:
