@@ -26,7 +26,7 @@ from hdtensor.planner.strategy import LaneChoice, Strategy
 
 
 #: New lanes that are tried, and shapes that they are chosen from.
-_TRIED = 4
+_TRIED = 3
 _SHAPES = 150
 
 
