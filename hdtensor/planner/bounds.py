@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from hdtensor.planner.packing import pack
 from hdtensor.planner.space import Floats, Ints, Space
-from hdtensor.planner.tails import fastest_tails
+from hdtensor.planner.tails import Tails, fastest_tails
 
 
 #: Numbers of lanes are bounded together from each of these up to the next.
@@ -153,30 +153,37 @@ class LaneSets:
         found: Floats = np.where(self.counts > 0, values, np.inf).min(axis=1)
         return found
 
-    def most(self, seconds: Floats, m: int) -> Ints:
+    def most(self, seconds: float, tails: Tails, m: int) -> Ints:
         """Return the most micro-batches of one size that lanes of each set do in a time.
 
         Args:
-            seconds: Without the tail, of shape (sets,).
+            seconds: The time.
+            tails: What the first stage does after its passes, at least.
             m: Number of the size of micro-batches.
         """
         low = np.zeros(len(self.stages), dtype=np.int64)
         high = np.full(len(low), self.space.workload.batch // self.space.prices.mbs[m])
         limit = self._limits[m]
-        high = np.minimum(high, np.maximum(seconds / limit.fit * (1 + 1e-12), 0).astype(np.int64))
+        high = np.minimum(high, (seconds / limit.fit * (1 + 1e-12)).astype(np.int64))
         while (low < high).any():
             middle = (low + high + 1) // 2
-            able = self._may_do(seconds, middle.astype(float), limit)
+            able = self._may_do(seconds, middle.astype(float), limit, tails)
             low, high = np.where(able, middle, low), np.where(able, high, middle - 1)
         return low
 
-    def _may_do(self, seconds: Floats, counts: Floats, limit: _Limit) -> npt.NDArray[np.bool_]:
+    def _may_do(
+        self, seconds: float, counts: Floats, limit: _Limit, tails: Tails
+    ) -> npt.NDArray[np.bool_]:
         """Return whether some a = max_s a_s leaves each set time for some micro-batches."""
         schedule, stages = self.space.workload.schedule.lower(), self.stages
-        more, slack = np.maximum(counts - 1, 1e-9), seconds * (1 + 1e-9)
-        high = slack / np.maximum(counts, 1)  # the slowest stage's own work
-        if schedule not in ("1f1b", "gpipe"):
-            return limit.fit <= high
+        more = np.maximum(counts - 1, 1e-9)
+        if schedule not in ("1f1b", "gpipe"):  # the first stage need not be the last to end
+            least = self.least(tails.beside + tails.per_layer)
+            own: npt.NDArray[np.bool_] = counts * limit.fit <= (seconds - least) * (1 + 1e-9)
+            return own
+        high = seconds / np.maximum(counts, 1)  # the slowest stage's own work
+        slack = (seconds - self._tail(high, limit, tails)) * (1 + 1e-9)
+        high = np.minimum(high, slack / np.maximum(counts, 1))
         many = counts > stages
         wait = np.where(many, self._phi * (stages - 1), self._phi * more)
         if schedule == "gpipe":
@@ -189,6 +196,16 @@ class LaneSets:
         for point, total in zip(limit.points.T, limit.point_sums.T, strict=True):
             able |= (point <= high) & (times * total + each * point <= slack)
         found: npt.NDArray[np.bool_] = able & (limit.fit <= high)
+        return found
+
+    def _tail(self, slowest: Floats, limit: _Limit, tails: Tails) -> Floats:
+        """Return the least tail if no stage takes longer than a time: the first has the layers that others have no time for."""
+        found = np.full(len(slowest), np.inf)
+        for k in range(self.counts.shape[1]):
+            others = slowest * (limit.speed - limit.speed_of[k])
+            layers = np.maximum(self.space.num_layers - others, 1)
+            tail = tails.beside[k] + tails.first[k] + tails.per_layer[k] * layers
+            found = np.where(self.counts[:, k] > 0, np.minimum(found, tail), found)
         return found
 
 
@@ -204,6 +221,8 @@ class _Limit:
         seconds = prices.layer[:, m]
         order = np.argsort(seconds, kind="stable")
         order = order[np.isfinite(seconds[order])]
+        self.speed_of = np.where(np.isfinite(seconds), 1 / seconds, 0.0)
+        self.speed = sets.counts @ self.speed_of
         self._counts, self._seconds = sets.counts[:, order], seconds[order]
         self._beside = sets.least(prices.first[:, m]) + sets.least(prices.last[:, m])
         beside = (prices.first[order, m], prices.last[order, m])
@@ -281,19 +300,18 @@ class LaneBound:
             most: The largest one.
         """
         self.space, self.sets, self.most = space, sets, most
-        tails = fastest_tails(space, least)
+        self._tails = fastest_tails(space, least)
         sharers = most if space.workload.zero else 1
         self._few = [_holds(space, sets, m, sharers, 1) for m in range(len(space.prices.mbs))]
         ahead = 1 if space.workload.schedule.lower() == "gpipe" else space.options.max_stages
         self._many = [_holds(space, sets, m, sharers, ahead) for m in range(len(space.prices.mbs))]
-        self._tail = sets.least(tails.beside + tails.first + tails.per_layer)
 
     def may_end_in(self, seconds: float) -> bool:
         """Return whether the bound leaves open that a strategy ends in a time."""
         batch, sizes = self.space.workload.batch, self.space.prices.mbs
         caps = np.zeros(len(self.sets.counts), dtype=np.int64)
         for m, size in enumerate(sizes):
-            most = np.minimum(self.sets.most(seconds - self._tail, m), batch // size)
+            most = np.minimum(self.sets.most(seconds, self._tails, m), batch // size)
             most = np.where(self._many[m], most, np.minimum(most, self.sets.stages - 1))
             caps = np.maximum(caps, most * self._few[m] * size)
         if self.most == 1:

@@ -26,8 +26,8 @@ from hdtensor.planner.strategy import LaneChoice, Strategy
 
 
 #: New lanes that are tried, and shapes that they are chosen from.
-_TRIED = 4
-_SHAPES = 150
+_TRIED = 2
+_SHAPES = 100
 
 
 def replan(result: SearchResult, ranks: Iterable[int]) -> SearchResult:
@@ -178,7 +178,7 @@ def _from_tables(
     if not near:
         return
     level = max(near, key=lambda each: each.num_lanes).on(space)
-    options = level.equal(2) if level.num_lanes > 1 else [[lane] for lane in level.single(2)]
+    options = level.equal(1) if level.num_lanes > 1 else [[lane] for lane in level.single(1)]
     for lanes in options:
         if fits(space, [k for lane in lanes for k in lane.kinds]):
             strategy = place(space, lanes)

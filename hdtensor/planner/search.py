@@ -34,6 +34,8 @@ from hdtensor.planner.uniform import best_uniform
 _EQUAL = 6
 #: Times, relative to the best, at which lanes are chosen: what is a little slower by estimate may be faster.
 _NEAR = (1.0, 1.004, 1.012, 1.03)
+#: Numbers of lanes so many doublings from the usual one are left out, once there is a strategy.
+_FAR = 3.0
 #: What is slower than the best by so much by estimate is not simulated, where devices are many.
 _HOPELESS = 1.03
 #: Likewise before lanes are refined.
@@ -157,7 +159,8 @@ class _Run:
         for index, num_lanes in enumerate(numbers):
             if not self._goes_on((index + 1) / (len(numbers) + 1), f"{num_lanes} lanes or more"):
                 return
-            self._level(shapes, num_lanes)
+            if not (self.candidates and self._likely(num_lanes) > _FAR):
+                self._level(shapes, num_lanes)
         self.is_complete = True
 
     def _likely(self, num_lanes: int) -> float:
@@ -210,11 +213,12 @@ class _Run:
         if not few and max(map(level.clock.seconds, better)) > self.seconds * _HOPELESS:
             return
         for drafts in (tuple(better), tuple(lanes)):
-            strategy = place(self.space, drafts)
-            scored = self.scorer.score(strategy) if strategy else None
-            if scored is not None:
+            placed = (place(self.space, drafts), place(self.space, drafts, "stage"))
+            scored = [self.scorer.score(strategy) for strategy in placed if strategy]
+            best = min((s for s in scored if s), key=lambda s: s.seconds, default=None)
+            if best is not None:
                 what = describe(self.space, drafts)
-                self.candidates.append(Candidate(scored.seconds, what, scored.strategy, drafts))
+                self.candidates.append(Candidate(best.seconds, what, best.strategy, drafts))
                 break
 
     def result(self) -> SearchResult:

@@ -46,7 +46,9 @@ class Tails:
 
 
 def usual_tails(space: Space, num_lanes: int) -> Tails:
-    """Return what to expect when all lanes have stages of the same kind, and every link between nodes is used.
+    """Return what to expect when all lanes have stages of the same kind.
+
+    If a node has room for all copies of a stage, they are there; else every link between nodes is used.
 
     Args:
         space: What the search knows.
@@ -54,7 +56,9 @@ def usual_tails(space: Space, num_lanes: int) -> Tails:
     """
 
     def sync(kind: int, span: LayerSpan) -> float:
-        group, link = space.kinds[kind].group, _crossing_link(space, kind)
+        group, pool = space.kinds[kind].group, space.pools[space.kinds[kind].pool]
+        is_inside = space.kinds[kind].size * num_lanes <= max(map(len, pool.ranks))
+        link = pool.inside if is_inside else _crossing_link(space, kind)
         return space.costs.synchronize((group,) * num_lanes, span, link)
 
     return _tails(space, num_lanes, sync)
