@@ -3,11 +3,16 @@
 ======================  ================================================================
 command                 what it prints
 ======================  ================================================================
-``hdtensor explain``    how a tensor gets from one spec to another, and what that costs
+``hdtensor plan``       the fastest plan of a model on a cluster, with a lower bound
+``hdtensor explain``    what a plan's step is made of and why; or how a tensor gets from one
+                        spec to another, and what that costs
+``hdtensor simulate``   what a plan's step takes; its timeline as a trace and a page
 ``hdtensor dry-run``    what every rank of a plan would do: layers, messages, schedule, bubble
+``hdtensor profile``    measures a model's units and transfers on this machine
+``hdtensor devices``    the devices that the planner knows
 ======================  ================================================================
 
-Whatever the user gets wrong is one line on stderr and exit code 2.
+Whatever the user gets wrong is one line on stderr and exit code 2. Ctrl-C is exit code 130.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ from hdtensor.pipeline.dry_run import DryRunOptions, dry_run
 from hdtensor.pipeline.plan_files import read_model, read_plan
 from hdtensor.pipeline.report import dry_run_text
 from hdtensor.placements import HDSpec
+from hdtensor.planner import commands as commands_of_planner
+from hdtensor.planner.command_inputs import add_plan_file
 from hdtensor.redistribute import explain, resolve
 from hdtensor.redistribute.topology import UNIFORM, Topology
 
@@ -43,6 +50,12 @@ _SHORT_DTYPES = {
     "fp64": "float64",
     "f64": "float64",
 }
+
+#: Options of ``explain`` for a plan, and for a tensor.
+_OF_PLAN = ("label", "model", "batch", "cluster", "device", "nodes", "context", "precision", "optimizer",
+            "recompute", "schedule", "profile", "json")  # fmt: skip
+_OF_TENSOR = ("src", "dst", "shape", "dtype", "src_top_sizes", "dst_top_sizes", "topology", "ranks_per_node",
+              "svg")  # fmt: skip
 
 _EXAMPLE = """example:
   hdtensor explain --src 'S0 / 0-3:S1 4,5:R' --dst 'R / 0-5:S0' --shape 4096,4096 --dtype bf16
@@ -65,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Without the program's name; default those of the process.
 
     Returns:
-        Exit code: 0, or 2 for an error of the user, or 1 if nobody reads the output.
+        Exit code: 0, or 2 for an error of the user, or 1 if nobody reads the output, or 130 after Ctrl-C.
 
     Raises:
         SystemExit: With code 2 if the arguments are not a command's.
@@ -76,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add(commands)
     options = parser.parse_args(arguments)
     try:
-        options.run(options)
+        code = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The interpreter flushes once more at its end, and must not fail then.
@@ -85,41 +98,73 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (HDTensorError, OSError) as error:
         sys.stderr.write(f"hdtensor {options.command}: error: {_one_line(str(error))}\n")
         return 2
-    return 0
+    except KeyboardInterrupt:
+        sys.stderr.write(f"hdtensor {options.command}: interrupted\n")
+        return commands_of_planner.INTERRUPTED
+    return int(code or 0)
 
 
 def add_explain(commands: Commands) -> None:
     """Add ``hdtensor explain``."""
     parser = commands.add_parser(
         "explain",
-        help="how a tensor gets from one spec to another",
-        description="Print the steps of a redistribute, who sends what to whom, bytes by link, "
-        "estimated seconds and peak memory.",
+        help="what a plan's step is made of, or how a tensor gets from one spec to another",
+        description="With PLAN: print what a step of the plan takes, where it goes, its memory and traffic, and why the "
+        "planner chose it. With --src and --dst: print the steps of a redistribute, who sends what to whom, bytes "
+        "by link, estimated seconds and peak memory.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--src", required=True, metavar="SPEC", help="the spec before")
-    parser.add_argument("--dst", required=True, metavar="SPEC", help="the spec after")
     parser.add_argument(
-        "--shape", required=True, type=_extents, metavar="N,N", help="global shape; '' for 0-d"
+        "plan", nargs="?", metavar="PLAN", help="a plan as JSON, or a file of several"
     )
-    parser.add_argument(
+    of_plan = parser.add_argument_group("of a plan")
+    add_plan_file(of_plan)
+    of_plan.add_argument("--json", action="store_true", help="print JSON")
+    of_tensor = parser.add_argument_group("of a tensor")
+    of_tensor.add_argument("--src", metavar="SPEC", help="the spec before")
+    of_tensor.add_argument("--dst", metavar="SPEC", help="the spec after")
+    of_tensor.add_argument("--shape", type=_extents, metavar="N,N", help="global shape; '' for 0-d")
+    of_tensor.add_argument(
         "--dtype", default=torch.float32, type=_dtype, help="such as bf16; default float32"
     )
     for side in ("src", "dst"):
-        parser.add_argument(
+        of_tensor.add_argument(
             f"--{side}-top-sizes",
             type=_extents,
             metavar="N,N",
             help=f"exact extents of the blocks of {side}; default as the spec cuts",
         )
-    _add_links(parser)
-    parser.add_argument("--svg", metavar="FILE", help="also draw a picture")
-    parser.set_defaults(run=_explain)
+    _add_links(of_tensor)
+    of_tensor.add_argument("--svg", metavar="FILE", help="also draw a picture")
+    parser.set_defaults(run=_explain, parser=parser)
 
 
 def _explain(options: argparse.Namespace) -> None:
+    """Explain a plan if one is given, else a tensor's way."""
+    of_plan, of_tensor = _given(options, _OF_PLAN), _given(options, _OF_TENSOR)
+    if options.plan is not None:
+        if of_tensor:
+            options.parser.error(f"argument {of_tensor[0]}: not allowed with PLAN")
+        commands_of_planner.explain_plan(options)
+        return
+    if of_plan:
+        options.parser.error(f"argument {of_plan[0]}: needs PLAN, a file")
+    missing = [name for name in ("--src", "--dst", "--shape") if name not in of_tensor]
+    if missing:
+        wanted = f"the following arguments are required: {', '.join(missing)}"
+        options.parser.error(wanted if of_tensor else f"{wanted}; or PLAN, a file")
+    _explain_tensor(options)
+
+
+def _given(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Return which of some options were given, as they are written."""
+    default = options.parser.get_default
+    return [f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != default(n)]
+
+
+def _explain_tensor(options: argparse.Namespace) -> None:
     src, dst = HDSpec.from_text(options.src), HDSpec.from_text(options.dst)
     topology = _topology(options, 1 + max(*src.ranks, *dst.ranks))
     plan = resolve(
@@ -190,7 +235,7 @@ def _dry_run(options: argparse.Namespace) -> None:
     sys.stdout.write(f"{dry_run_text(found)}\n")
 
 
-def _add_links(parser: argparse.ArgumentParser) -> None:
+def _add_links(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     links = parser.add_mutually_exclusive_group()
     links.add_argument("--topology", metavar="FILE", help="a topology as JSON")
     links.add_argument(
@@ -236,4 +281,8 @@ def _one_line(message: str) -> str:
 
 
 #: What adds each command, in the order of the help.
-COMMANDS: tuple[Callable[[Commands], None], ...] = (add_explain, add_dry_run)
+COMMANDS: tuple[Callable[[Commands], None], ...] = (
+    add_explain,
+    add_dry_run,
+    *commands_of_planner.COMMANDS,
+)

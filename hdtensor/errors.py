@@ -53,6 +53,10 @@ class TopologyError(HDTensorError, ValueError):
     """A description of nodes and links is malformed, or does not cover the ranks that use it."""
 
 
+class PlannerError(HDTensorError, ValueError):
+    """The planner was given what it cannot plan for; the message begins with the name of the field."""
+
+
 class CheckpointError(HDTensorError, RuntimeError):
     """A checkpoint cannot be written or read: a damaged file, or tensors that do not fit it."""
 

@@ -13,24 +13,28 @@ from hdtensor.plan.fields import check_int, check_object, check_sequence, shown
 from hdtensor.plan.reader import parse_json, read_file
 
 
-#: Names of models -> their numbers: the paper's 32B (Table 6), and Llama 2 70B, of which it states the layers.
+def _llama(
+    num_layers: int, hidden: int, heads: int, width: int, vocab: int, kv_heads: int | None = None
+) -> Mapping[str, int]:
+    return {
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or heads,
+        "vocab_size": vocab,
+    }
+
+
+#: Names of models -> their numbers: Llama 2 and 3, and the paper's 32B (Table 6).
 MODELS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
-        "llama-32B": {
-            "num_hidden_layers": 60,
-            "hidden_size": 6656,
-            "intermediate_size": 17920,
-            "num_attention_heads": 64,
-            "vocab_size": 50304,
-        },
-        "llama-70B": {
-            "num_hidden_layers": 80,
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "vocab_size": 32000,
-        },
+        "llama-7B": _llama(32, 4096, 32, 11008, 32000),
+        "llama-13B": _llama(40, 5120, 40, 13824, 32000),
+        "llama-32B": _llama(60, 6656, 64, 17920, 50304),
+        "llama-70B": _llama(80, 8192, 64, 28672, 32000, 8),
+        "llama-3-8B": _llama(32, 4096, 32, 14336, 128256, 8),
+        "llama-3-70B": _llama(80, 8192, 64, 28672, 128256, 8),
     }
 )
 

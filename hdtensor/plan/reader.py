@@ -18,8 +18,12 @@ _MAX_DIGITS = 18
 _LINE_WIDTH = 100
 
 
-def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of a plan file.
+def read_file(path: str | os.PathLike[str], what: str = "the plan") -> bytes:
+    """Return the bytes of a file.
+
+    Args:
+        path: The file.
+        what: What an error calls it.
 
     Raises:
         PlanError: If it cannot be read or has more than 64 MiB.
@@ -29,33 +33,37 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise PlanError(f"cannot read the plan {str(path)!r}: {reason}.") from error
+        raise PlanError(f"cannot read {what} {str(path)!r}: {reason}.") from error
     if len(data) > MAX_BYTES:
         raise PlanError(
-            f"the plan {str(path)!r} has more than {MAX_BYTES} bytes, the largest allowed."
+            f"{what} {str(path)!r} has more than {MAX_BYTES} bytes, the largest allowed."
         )
     return data
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, what: str = "the plan") -> Any:
     """Parse strict JSON: UTF-8, no NaN or Infinity, no key twice, no long number, not deep.
 
     >>> parse_json('{"zero": 1, "zero": 2}')
     Traceback (most recent call last):
     hdtensor.errors.PlanError: the key 'zero' stands twice in one object; keep one.
 
+    Args:
+        text: The JSON text.
+        what: What an error calls it.
+
     Raises:
         PlanError: If the text is anything else.
     """
     if not isinstance(text, str | bytes):
-        raise PlanError(f"a plan's text must be a str or bytes, got {shown(text)}.")
+        raise PlanError(f"the text of {what} must be a str or bytes, got {shown(text)}.")
     if len(text) > MAX_BYTES:
-        raise PlanError(f"the plan has more than {MAX_BYTES} bytes, the largest allowed.")
+        raise PlanError(f"{what} has more than {MAX_BYTES} bytes, the largest allowed.")
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
         if not text.strip():
-            raise PlanError("the plan is empty; write an object with the key 'pipelines'.")
+            raise PlanError(f"{what} is empty; write an object {{...}}.")
         value = json.loads(
             text,
             object_pairs_hook=_object,
@@ -65,15 +73,15 @@ def parse_json(text: str | bytes) -> Any:
         )
     except json.JSONDecodeError as error:
         raise PlanError(
-            f"the plan is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+            f"{what} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
         ) from None
     except UnicodeDecodeError as error:
         raise PlanError(
-            f"the plan is not UTF-8 text: {error.reason} at byte {error.start}."
+            f"{what} is not UTF-8 text: {error.reason} at byte {error.start}."
         ) from None
     except RecursionError:
-        raise PlanError(f"the plan is nested deeper than {MAX_DEPTH} levels.") from None
-    _check_depth(value)
+        raise PlanError(f"{what} is nested deeper than {MAX_DEPTH} levels.") from None
+    _check_depth(value, what)
     return value
 
 
@@ -123,7 +131,7 @@ def _constant(text: str) -> NoReturn:
     raise PlanError(f"{text} is not JSON; write a finite number or null.")
 
 
-def _check_depth(value: Any) -> None:
+def _check_depth(value: Any, what: str) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
@@ -135,4 +143,4 @@ def _check_depth(value: Any) -> None:
         if not below:
             return
         level = below
-    raise PlanError(f"the plan is nested deeper than {MAX_DEPTH} levels.")
+    raise PlanError(f"{what} is nested deeper than {MAX_DEPTH} levels.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, Self
 
 from hdtensor.errors import PlanError
 from hdtensor.plan import fields
+from hdtensor.plan.reader import parse_json
 
 
 #: Default of ``Stage.tp``, which the constructor replaces by a number.
@@ -226,6 +228,7 @@ class About:
         tokens_per_step: Size of a step, tokens.
         reported_step_time_s: Time of a step that the paper reports, seconds.
         note: Anything else.
+        planned_for: What a planner took this plan to be for, as JSON text; in a plan's JSON it is an object.
     """
 
     label: str | None = None
@@ -239,6 +242,7 @@ class About:
     tokens_per_step: int | None = None
     reported_step_time_s: float | None = None
     note: str | None = None
+    planned_for: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("label", "model", "system", "interval", "note"):
@@ -251,6 +255,7 @@ class About:
             for index, end in enumerate(ends):
                 fields.check_text(f"max_seq_len_interval[{index}]", end)
             _set(self, max_seq_len_interval=tuple(ends))
+        _set(self, planned_for=_object_text("planned_for", self.planned_for))
         seconds = self.reported_step_time_s
         if seconds is not None and (
             isinstance(seconds, bool) or not isinstance(seconds, int | float)
@@ -297,6 +302,21 @@ def _stage(where: str, value: Any) -> Stage:
     value = fields.check_object(where, value)
     with fields.at(where):
         return fields.decode(Stage, value)
+
+
+def _object_text(path: str, value: Any) -> str | None:
+    """Return an object, or its JSON text, as JSON text."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        with fields.at(path):
+            value = parse_json(value, "the text")
+    try:
+        return json.dumps(fields.check_object(path, value), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(f"{path}: must be an object of JSON values: {error}.") from None
 
 
 def _cluster(value: Any) -> tuple[tuple[str, int], ...]:

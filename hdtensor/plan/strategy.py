@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, get_args
@@ -131,6 +132,8 @@ class StrategyPlan(AnnotationPlan):
         about = fields.encode(self.about)
         if self.about.cluster:
             about["cluster"] = dict(self.about.cluster)
+        if self.about.planned_for is not None:
+            about["planned_for"] = json.loads(self.about.planned_for)
         own = {key: value for key, value in fields.encode(self).items() if key in _OWN}
         return {"version": VERSION, **about, **own}
 

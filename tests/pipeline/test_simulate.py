@@ -1,5 +1,6 @@
 """Times of schedules: known formulas, a slow independent count, unlike lanes, and the trace."""
 
+import itertools
 import json
 import math
 
@@ -265,3 +266,27 @@ def test_faults_are_named():
     broken = Schedule.parse("0F0,0B0\n1F0")
     with pytest.raises(ScheduleError, match="0B0 needs what no row has"):
         timed(broken, lane, 1)
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB-H1"])
+@pytest.mark.parametrize("count", [1, 2, 4, 9])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_blocking_messages_keep_both_ends(name, count, num_stages):
+    """No rank does two things at once, and the step is no shorter than with messages beside the passes."""
+    lane = chain(num_stages)
+    edges = [(i, i + 1) for i in range(num_stages - 1)]
+    durations = Durations(
+        forward=(1.0,) * num_stages,
+        backward=(2.0,) * num_stages,
+        message={edge: 0.25 for a, b in edges for edge in ((a, b), (b, a))},
+    )
+    schedule = build_schedule(name, lane, count)
+    beside, blocking = (
+        simulate([LaneRun(lane=lane, schedule=schedule, durations=durations, is_blocking=is_it)])
+        for is_it in (False, True)
+    )
+    assert len(blocking.spans) == len(beside.spans)
+    assert blocking.seconds >= beside.seconds
+    for rank in lane.ranks:
+        mine = sorted((span.start, span.end) for span in blocking.spans if rank in span.ranks)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(mine))

@@ -1,0 +1,166 @@
+"""Options that the planner's commands share, and the values that they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import sys
+from typing import Any
+
+from hdtensor.errors import PlannerError
+from hdtensor.pipeline.plan_files import read_plan
+from hdtensor.plan import StrategyPlan
+from hdtensor.planner.cluster import Cluster
+from hdtensor.planner.cluster_files import read_cluster
+from hdtensor.planner.cluster_text import MAX_RANKS
+from hdtensor.planner.costs import CostModel
+from hdtensor.planner.emit import Planned, read_planned
+from hdtensor.planner.planning import make_costs
+from hdtensor.planner.profiles import Profile
+from hdtensor.planner.quantities import planner_errors
+from hdtensor.planner.workload import OPTIMIZERS, PRECISIONS, SCHEDULES, Workload
+
+
+_MOST_DIGITS = 12
+
+
+def add_cluster(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, default: str | None
+) -> None:
+    """Add the options that say a cluster."""
+    parser.add_argument(
+        "--cluster",
+        metavar="WHAT",
+        default=default,
+        help="a text such as '16x H800 + 32x H20', a YAML or JSON file, a file of what `nvidia-smi topo -m` "
+        f"printed, slurm, or this; default {default or 'what the plan says'}",
+    )
+    parser.add_argument(
+        "--device", metavar="NAME", help="kind of devices, for slurm and nvidia-smi"
+    )
+    parser.add_argument(
+        "--nodes", type=number, metavar="N", help="nodes like the one that nvidia-smi printed"
+    )
+
+
+def add_workload(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the options that say a step; all without default, so that a plan can say them."""
+    parser.add_argument("--context", type=number, metavar="N", help="tokens of a sample")
+    parser.add_argument("--precision", metavar="NAME", help=", ".join(PRECISIONS))
+    parser.add_argument("--optimizer", metavar="NAME", help=", ".join(OPTIMIZERS))
+    parser.add_argument("--recompute", metavar="NAME", help="none or full")
+    parser.add_argument("--schedule", metavar="NAME", help=", ".join(SCHEDULES))
+
+
+def add_profiles(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the option that gives profiles."""
+    parser.add_argument(
+        "--profile",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="measurements of a kind of device, by hdtensor profile; once for each kind",
+    )
+
+
+def add_plan_file(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add what reads a plan and what it does not say."""
+    parser.add_argument("--label", metavar="TEXT", help="which plan of a file of several")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a known name, or a config.json; default: what the plan says",
+    )
+    parser.add_argument("--batch", type=number, metavar="N", help="samples of a step")
+    add_cluster(parser, None)
+    add_workload(parser)
+    add_profiles(parser)
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    """Return the cluster that the options say."""
+    return read_cluster(options.cluster, device=options.device, num_nodes=options.nodes)
+
+
+def workload_of(options: argparse.Namespace) -> Workload:
+    """Return the step that the options say, with the usual values where they do not."""
+    fields = {
+        field.name: getattr(options, field.name, None) for field in dataclasses.fields(Workload)
+    }
+    said = {name: value for name, value in fields.items() if value is not None}
+    return Workload(**{"context": 4096, **said})
+
+
+def planned_of(options: argparse.Namespace) -> tuple[Planned, dict[str, Any]]:
+    """Return the strategy of a plan file with what it is for, and what the file says of its purpose."""
+    with planner_errors():
+        plan = read_plan(options.plan, label=options.label)
+    if not isinstance(plan, StrategyPlan):
+        raise PlannerError(
+            "plan: it gives every tensor its spec; the planner reads the compact form, with pipelines of stages."
+        )
+    given = options.cluster is not None
+    if not given and (options.device is not None or options.nodes is not None):
+        raise PlannerError("device, nodes: they are for --cluster; give it too.")
+    names = ("batch", "context", "precision", "optimizer", "recompute", "schedule")
+    planned = read_planned(
+        plan,
+        model=options.model,
+        cluster=cluster_of(options) if given else None,
+        changes={name: getattr(options, name) for name in names},
+    )
+    said = plan.about.planned_for
+    return planned, {} if said is None else json.loads(said)
+
+
+def costs_of(planned: Planned, options: argparse.Namespace) -> CostModel:
+    """Return the costs by the profiles that the options give."""
+    profiles = [Profile.load(path) for path in options.profile]
+    return make_costs(planned.model, planned.workload, planned.cluster, profiles)
+
+
+def number(text: str) -> int:
+    """Return a positive whole number of the command line."""
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text)):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive number")
+    return int(text)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return whole numbers, separated by commas."""
+    return tuple(number(part.strip()) for part in text.split(","))
+
+
+def seconds(text: str) -> float:
+    """Return a positive number of seconds of the command line."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive number of seconds")
+    return found
+
+
+def ranks(text: str) -> tuple[int, ...]:
+    """Return ranks as people write them.
+
+    >>> ranks("0-2,7")
+    (0, 1, 2, 7)
+    """
+    found: dict[int, None] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,7})(?:-(\d{1,7}))?\s*", part)
+        last = -1 if match is None else int(match[2] or match[1])
+        if match is None or not int(match[1]) <= last < MAX_RANKS:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no list of ranks such as 0-3,7")
+        found.update(dict.fromkeys(range(int(match[1]), last + 1)))
+    return tuple(found)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print JSON values on stdout."""
+    sys.stdout.write(f"{json.dumps(value, indent=2, allow_nan=False)}\n")

@@ -1,0 +1,231 @@
+"""``profile``: measures units and transfers on the devices at hand, step by step, into a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hdtensor.errors import PlannerError
+from hdtensor.planner.library import recognize_device
+from hdtensor.planner.model import ModelShape
+from hdtensor.planner.profile_transfers import (
+    TransferPoint,
+    measure_in_world,
+    measure_transfers,
+    transfer_points,
+)
+from hdtensor.planner.profile_units import UnitPoint, measure_unit, unit_points, work_of
+from hdtensor.planner.profiles import Profile
+from hdtensor.planner.workload import find_precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """What to measure.
+
+    Attributes:
+        tps: Degrees of tensor parallelism; those that do not divide the model are left out.
+        batch_sizes: Samples of a micro-batch.
+        contexts: Tokens of a sample.
+        precision: Element type.
+        num_ranks: Numbers of ranks of collectives; empty for no transfers.
+        sizes: Bytes of transfers.
+        max_seconds: When to stop. What is then missing is measured by the next run with the same file.
+    """
+
+    tps: tuple[int, ...] = (1, 2, 4, 8)
+    batch_sizes: tuple[int, ...] = (1, 2, 4)
+    contexts: tuple[int, ...] = (1024, 4096)
+    precision: str = "bfloat16"
+    num_ranks: tuple[int, ...] = (2,)
+    sizes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
+    max_seconds: float = 180.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", find_precision(self.precision))
+
+
+#: Called with the number of points done, the number of all, and a few words on the next one.
+Progress = Callable[[int, int, str], None]
+
+
+def profile(
+    model: ModelShape,
+    options: ProfileOptions | None = None,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    progress: Progress = lambda done, total, text: None,
+) -> Profile:
+    """Return measurements of a model's units, and of transfers, on the device at hand.
+
+    After each measurement the file is written anew, so that nothing is lost by an interrupt. If it exists, what
+    it has is not measured again. Under a launcher (``torchrun``) transfers go over its ranks; only the first
+    rank measures units and writes.
+
+    Args:
+        model: Sizes.
+        options: What to measure.
+        path: The file; None for none.
+        progress: Called before each measurement and at the end.
+
+    Raises:
+        PlannerError: If the file is of another model, device or precision, or a measurement fails.
+    """
+    options = options or ProfileOptions()
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+    found = _begun(model, options, path, device)
+    run = _Run(found, options, None if path is None else Path(path), progress)
+    return run.all(device)
+
+
+def missing_points(
+    found: Profile, options: ProfileOptions
+) -> tuple[list[UnitPoint], list[TransferPoint]]:
+    """Return what options ask for and a profile does not have."""
+    units = unit_points(
+        found.model, tps=options.tps, batch_sizes=options.batch_sizes, contexts=options.contexts
+    )
+    transfers = transfer_points(options.num_ranks, options.sizes)
+    have_units = {time[:4] for time in found.units}
+    have_transfers = {time[:3] for time in found.transfers}
+    return (
+        [point for point in units if point not in have_units],
+        [point for point in transfers if point not in have_transfers],
+    )
+
+
+class _Run:
+    """One run of ``profile``: measures what is missing, within its time."""
+
+    def __init__(
+        self, found: Profile, options: ProfileOptions, path: Path | None, progress: Progress
+    ) -> None:
+        self._found = found
+        self._options = options
+        self._path = path
+        self._progress = progress
+        self._end = time.monotonic() + options.max_seconds
+        self._done = 0
+        self._total = 0
+        # Unit and degree -> operations and seconds of the last measurement, to foresee the next one.
+        self._last: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def all(self, device: torch.device) -> Profile:
+        """Measure what is missing and return everything."""
+        units, transfers = missing_points(self._found, self._options)
+        in_world = dist.is_initialized()
+        if in_world:
+            world = dist.get_world_size()
+            transfers = [point._replace(num_ranks=world) for point in transfers]
+            transfers = [
+                p
+                for p in dict.fromkeys(transfers)
+                if p[:3] not in {t[:3] for t in self._found.transfers}
+            ]
+        self._total = len(units) + len(transfers)
+        # Transfers come first, but get half of the time: units may take all that is left.
+        if in_world:
+            for measured in measure_in_world(transfers, device, self._half()):
+                more = (*self._found.transfers, measured)
+                self._add(dataclasses.replace(self._found, transfers=more))
+        else:
+            self._transfers(transfers, device.type == "cuda")
+        if not in_world or dist.get_rank() == 0:
+            self._units(units, device)
+        self._progress(self._done, self._total, "done")
+        return self._found
+
+    def _units(self, points: Sequence[UnitPoint], device: torch.device) -> None:
+        dtype = getattr(torch, self._options.precision)
+        model = self._found.model
+        for point in points:
+            if self._is_too_long(point):
+                continue
+            self._progress(self._done, self._total, _words(point))
+            start = time.monotonic()
+            measured = measure_unit(model, point, device=device, dtype=dtype)
+            spent = time.monotonic() - start
+            self._last[point.unit, point.tp] = (work_of(model, point), spent)
+            self._add(dataclasses.replace(self._found, units=(*self._found.units, measured)))
+
+    def _transfers(self, points: Sequence[TransferPoint], is_cuda: bool) -> None:
+        for num in dict.fromkeys(point.num_ranks for point in points):
+            if time.monotonic() > self._end or (is_cuda and num > torch.cuda.device_count()):
+                continue
+            some = [point for point in points if point.num_ranks == num]
+            self._progress(self._done, self._total, f"transfers between {num} ranks")
+            times = measure_transfers(some, is_cuda=is_cuda, max_seconds=self._half())
+            transfers = (*self._found.transfers, *times)
+            self._add(dataclasses.replace(self._found, transfers=transfers), len(times))
+
+    def _half(self) -> float:
+        return max(self._end - time.monotonic(), 0.0) / 2
+
+    def _is_too_long(self, point: UnitPoint) -> bool:
+        """Return whether a measurement would end after the time given, by the last one of its kind."""
+        left = self._end - time.monotonic()
+        work, seconds = self._last.get((point.unit, point.tp), (1.0, 0.0))
+        growth = max(work_of(self._found.model, point) / work, 1.0)
+        return left <= 0 or seconds * growth > left
+
+    def _add(self, found: Profile, num: int = 1) -> None:
+        self._found = found
+        self._done += num
+        if self._path is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+            found.save(self._path)
+
+
+def _begun(
+    model: ModelShape,
+    options: ProfileOptions,
+    path: str | os.PathLike[str] | None,
+    device: torch.device,
+) -> Profile:
+    """Return what the file has so far, or a profile without measurements."""
+    name = "CPU"
+    if device.type == "cuda":
+        name = recognize_device(torch.cuda.get_device_name(device)).name
+    fresh = Profile(
+        device=name, model=model, precision=options.precision, machine=dict(_machine(device))
+    )
+    if path is None or not Path(path).exists():
+        return fresh
+    found = Profile.load(path)
+    for field in ("device", "precision", "model"):
+        if getattr(found, field) != getattr(fresh, field):
+            said, wanted = (
+                value.name if isinstance(value, ModelShape) else value
+                for value in (getattr(found, field), getattr(fresh, field))
+            )
+            raise PlannerError(
+                f"{field}: the profile {os.fspath(path)!r} is of {said}, not of {wanted}; give another file."
+            )
+    return dataclasses.replace(found, machine=fresh.machine)
+
+
+def _machine(device: torch.device) -> Iterator[tuple[str, str]]:
+    yield "host", platform.node()[:100]
+    yield "system", platform.platform()[:200]
+    yield "processor", (platform.processor() or platform.machine())[:100]
+    yield "python", platform.python_version()
+    yield "torch", torch.__version__
+    yield "threads", str(torch.get_num_threads())
+    if device.type == "cuda":
+        yield "device", torch.cuda.get_device_name(device)
+        yield "cuda", str(torch.version.cuda)
+
+
+def _words(point: UnitPoint) -> str:
+    return f"{point.unit}, tp {point.tp}, {point.mbs} x {point.context} tokens"

@@ -1,0 +1,107 @@
+"""``refine``: the last percent of a strategy, by the exact end of its lanes' schedules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from hdtensor.planner.columns import ColumnMaker
+from hdtensor.planner.lane_times import end_times
+from hdtensor.planner.place import LaneDraft
+from hdtensor.planner.space import Space
+
+
+#: Rounds of improvement of a lane's layers.
+_ROUNDS = 4
+
+
+class LaneClock:
+    """Says when lanes end, their synchronization and optimizer included; remembers what it has said."""
+
+    def __init__(self, space: Space, maker: ColumnMaker) -> None:
+        """Take the costs of a number of lanes."""
+        self.space, self.maker = space, maker
+        self.seconds = lru_cache(maxsize=None)(self._seconds)
+        self.max_layers = lru_cache(maxsize=None)(self._max_layers)
+
+    def _max_layers(self, kinds: tuple[int, ...], mbs: int) -> tuple[int, ...]:
+        index = self.space.prices.mbs.index(mbs)
+        return tuple(self.maker.max_layers(np.array([kinds]), index)[0].tolist())
+
+    def _seconds(self, draft: LaneDraft) -> float:
+        m = self.space.prices.mbs.index(draft.mbs)
+        ends = end_times(
+            self.maker.lane_times(draft.kinds, draft.layers, m), draft.num_microbatches
+        )
+        tails = self.maker.tail_seconds(draft.kinds, draft.layers)
+        return max(end + tail for end, tail in zip(ends, tails, strict=True))
+
+
+def refine_layers(clock: LaneClock, draft: LaneDraft) -> LaneDraft:
+    """Return a lane with layers moved between its stages while that makes it faster.
+
+    Args:
+        clock: What says when lanes end.
+        draft: The lane, with its micro-batches.
+    """
+    room = clock.max_layers(draft.kinds, draft.mbs)
+    best = clock.seconds(draft)
+    for _ in range(_ROUNDS):
+        moved = None
+        for src, dst in itertools.permutations(range(len(draft.layers)), 2):
+            if draft.layers[src] < 2 or draft.layers[dst] >= room[dst]:
+                continue
+            layers = list(draft.layers)
+            layers[src] -= 1
+            layers[dst] += 1
+            other = draft._replace(layers=tuple(layers))
+            seconds = clock.seconds(other)
+            if seconds < best * (1 - 1e-9):
+                best, moved = seconds, other
+        if moved is None:
+            break
+        draft = moved
+    return draft
+
+
+def refine_microbatches(clock: LaneClock, drafts: Sequence[LaneDraft]) -> list[LaneDraft]:
+    """Return lanes with micro-batches moved from the slowest lane while that makes the slowest one faster.
+
+    Args:
+        clock: What says when lanes end.
+        drafts: The lanes.
+    """
+    lanes = list(drafts)
+    for _ in range(4 * len(lanes)):
+        times = [clock.seconds(lane) for lane in lanes]
+        slowest = max(range(len(lanes)), key=times.__getitem__)
+        moved = _move(clock, lanes, slowest, times[slowest])
+        if not moved:
+            break
+    return lanes
+
+
+def _move(clock: LaneClock, lanes: list[LaneDraft], slowest: int, seconds: float) -> bool:
+    """Move micro-batches out of the slowest lane to where both lanes are faster than it was; say whether."""
+    src = lanes[slowest]
+    best, pair = seconds * (1 - 1e-9), None
+    seen = set()
+    for index, dst in enumerate(lanes):
+        if index == slowest or dst in seen:
+            continue
+        seen.add(dst)
+        step = int(np.lcm(src.mbs, dst.mbs))
+        if src.num_microbatches <= step // src.mbs:
+            continue
+        less = src._replace(num_microbatches=src.num_microbatches - step // src.mbs)
+        more = dst._replace(num_microbatches=dst.num_microbatches + step // dst.mbs)
+        new = max(clock.seconds(less), clock.seconds(more))
+        if new < best:
+            best, pair = new, (index, less, more)
+    if pair is None:
+        return False
+    lanes[pair[0]], lanes[slowest] = pair[2], pair[1]
+    return True

@@ -1,0 +1,215 @@
+"""Why a plan is as it is: what binds it, and what each rejected one loses, both asked of the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hdtensor.planner.attribution import LaneSeconds
+from hdtensor.planner.costs import CostModel
+from hdtensor.planner.emit import Planned
+from hdtensor.planner.search import Candidate, SearchResult
+from hdtensor.planner.simulate import simulate_strategy
+from hdtensor.planner.strategy import LaneChoice, Strategy
+from hdtensor.planner.summary import Summary
+from hdtensor.planner.text_report import (
+    LANE_WORDS,
+    bytes_text,
+    seconds_text,
+    stage_text,
+    strategy_text,
+)
+
+
+#: Rejected plans that are reported; those of them whose loss is looked into.
+_MOST_ALTERNATIVES = 8
+_MOST_SIMULATED = 4
+
+
+class Move(NamedTuple):
+    """A small change of a plan.
+
+    Attributes:
+        what: In words.
+        seconds: Of the step after it.
+        lacking: Bytes that some device would then lack; 0 if all fits.
+        where: The stage that has the least left, in words.
+    """
+
+    what: str
+    seconds: float
+    lacking: float
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """What binds a plan.
+
+    Attributes:
+        constraint: ``memory``, ``whole layers``, ``whole micro-batches`` or ``one stage``.
+        moves: Every move of a layer away from the bottleneck, and of a micro-batch to another lane, the best first.
+    """
+
+    constraint: str
+    moves: tuple[Move, ...]
+
+
+def find_why(summary: Summary, costs: CostModel) -> Why:
+    """Return what binds a plan: what a layer or a micro-batch moved elsewhere would do to the step.
+
+    ====================  =========================================================================
+    constraint            when
+    ====================  =========================================================================
+    memory                some move makes the step shorter, but a device has not enough memory for it
+    whole layers          moving a layer away from the bottleneck makes the step longer
+    whole micro-batches   there is no layer to move, and moving a micro-batch makes the step longer
+    one stage             there is nothing to move
+    ====================  =========================================================================
+
+    Args:
+        summary: The plan and its step.
+        costs: What it was predicted with.
+    """
+    planned, bottleneck = summary.planned, summary.bottleneck
+    step = summary.prediction.seconds
+    layers = [
+        _move(summary, costs, strategy, what)
+        for strategy, what in layer_moves(planned.strategy, bottleneck.lane, bottleneck.stage)
+    ]
+    batches = [
+        _move(summary, costs, strategy, what)
+        for strategy, what in batch_moves(planned.strategy, bottleneck.lane)
+    ]
+    moves = tuple(sorted((*layers, *batches), key=lambda move: move.seconds))
+    if any(move.lacking and move.seconds < step for move in moves):
+        constraint = "memory"
+    elif layers:
+        constraint = "whole layers"
+    else:
+        constraint = "whole micro-batches" if batches else "one stage"
+    return Why(constraint, moves)
+
+
+def why_of(result: SearchResult, summary: Summary, costs: CostModel) -> dict[str, Any]:
+    """Return what a search says of its choice, as JSON values.
+
+    Args:
+        result: What it found.
+        summary: The step of its strategy.
+        costs: What it was predicted with.
+    """
+    uniform = result.uniform
+    why = find_why(summary, costs)
+    return {
+        "bound_seconds": result.bound.seconds,
+        "work_seconds": result.bound.work,
+        "gap": result.gap,
+        "num_simulated": result.num_scored,
+        "is_complete": result.is_complete,
+        "uniform_seconds": None if uniform is None else uniform.seconds,
+        "uniform": "" if uniform is None else strategy_text(uniform.strategy),
+        "constraint": why.constraint,
+        "reasons": list(_reasons(result, summary, why)),
+        "alternatives": list(_alternatives(result, summary, costs)),
+    }
+
+
+def _reasons(result: SearchResult, summary: Summary, why: Why) -> Iterator[str]:
+    step = summary.prediction.seconds
+    work = result.bound.work
+    if 0 < work <= result.bound.seconds:
+        yield (
+            f"All work spread over all devices without loss takes {seconds_text(work)}; that layers and micro-batches "
+            f"are whole and pipelines fill and drain raises the bound to {seconds_text(result.bound.seconds)}."
+        )
+    yield f"What binds: {why.constraint}. The bottleneck is {stage_text(summary.bottleneck)}."
+    for move in why.moves[:3]:
+        change = move.seconds / step - 1
+        verdict = f"{abs(change):.2%} {'longer' if change >= 0 else 'shorter'}"
+        if move.lacking:
+            yield f"{move.what}: the step is {verdict}, but {move.where} lacks {bytes_text(move.lacking)}."
+        else:
+            yield f"{move.what}: the step is {verdict}."
+    if not result.is_complete:
+        yield "The search was stopped before its end: this is the best plan so far."
+
+
+def _alternatives(
+    result: SearchResult, summary: Summary, costs: CostModel
+) -> Iterator[dict[str, Any]]:
+    rejected = [c for c in result.candidates if c.strategy != result.strategy]
+    chosen = _slowest(summary.lane_seconds)
+    for number, candidate in enumerate(rejected[:_MOST_ALTERNATIVES]):
+        reason = f"{candidate.seconds / summary.prediction.seconds - 1:.2%} slower"
+        if number < _MOST_SIMULATED:
+            reason += _loss(candidate, chosen, summary.planned, costs)
+        yield {"what": candidate.what, "seconds": candidate.seconds, "reason": reason}
+
+
+def _loss(candidate: Candidate, chosen: LaneSeconds, planned: Planned, costs: CostModel) -> str:
+    """Return which part of the step is longest in comparison with the chosen plan's."""
+    prediction = simulate_strategy(candidate.strategy, planned.cluster, costs, planned.workload)
+    lane = _slowest(prediction.attribution())
+    name = max(LANE_WORDS, key=lambda part: getattr(lane, part) - getattr(chosen, part))
+    theirs, ours = getattr(lane, name), getattr(chosen, name)
+    if theirs <= ours:
+        return ""
+    return f": {LANE_WORDS[name]} {seconds_text(theirs)}, here {seconds_text(max(ours, 0.0))}"
+
+
+def _slowest(lanes: Sequence[LaneSeconds]) -> LaneSeconds:
+    """Return the lane that others wait for."""
+    return min(lanes, key=lambda lane: lane.wait)
+
+
+def _move(summary: Summary, costs: CostModel, strategy: Strategy, what: str) -> Move:
+    """Return what a changed strategy takes, and whether it fits."""
+    planned = summary.planned
+    prediction = simulate_strategy(strategy, planned.cluster, costs, planned.workload)
+    over = prediction.overfull(planned.cluster)
+    if not over:
+        return Move(what, prediction.seconds, 0.0, "")
+    rank = max(over, key=lambda each: over[each])
+    return Move(what, prediction.seconds, over[rank], f"rank {rank}")
+
+
+def layer_moves(strategy: Strategy, lane: int, stage: int) -> Iterator[tuple[Strategy, str]]:
+    """Yield the strategies with one layer moved from a stage to another one of its lane."""
+    stages = strategy.lanes[lane].stages
+    if stages[stage].num_layers < 2:
+        return
+    for other, choice in enumerate(stages):
+        if other == stage:
+            continue
+        changed = list(stages)
+        changed[stage] = stages[stage]._replace(num_layers=stages[stage].num_layers - 1)
+        changed[other] = choice._replace(num_layers=choice.num_layers + 1)
+        lanes = _with_lane(strategy, lane, strategy.lanes[lane]._replace(stages=tuple(changed)))
+        yield lanes, f"A layer moved to stage {other}"
+
+
+def batch_moves(strategy: Strategy, lane: int) -> Iterator[tuple[Strategy, str]]:
+    """Yield the strategies with micro-batches moved from a lane to one lane of each other kind."""
+    mine = strategy.lanes[lane]
+    if mine.num_microbatches < 2:
+        return
+    seen: set[tuple[object, ...]] = set()
+    for other, choice in enumerate(strategy.lanes):
+        kind = (choice.num_microbatches, choice.mbs, tuple(s[1:] for s in choice.stages))
+        if other == lane or kind in seen or mine.mbs % choice.mbs:
+            continue
+        seen.add(kind)
+        fewer = _with_lane(
+            strategy, lane, mine._replace(num_microbatches=mine.num_microbatches - 1)
+        )
+        more = choice.num_microbatches + mine.mbs // choice.mbs
+        changed = _with_lane(fewer, other, choice._replace(num_microbatches=more))
+        yield changed, f"A micro-batch moved to lane {other}"
+
+
+def _with_lane(strategy: Strategy, index: int, lane: LaneChoice) -> Strategy:
+    lanes = list(strategy.lanes)
+    lanes[index] = lane
+    return Strategy(tuple(lanes))

@@ -1,0 +1,157 @@
+"""Small random clusters, costs by tables, and every strategy that they can run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+from hdtensor.planner.cluster import Cluster, Link, Node
+from hdtensor.planner.collective_times import all_reduce_seconds, send_seconds
+from hdtensor.planner.costs import CostModel, StageMemory, UnitSeconds
+from hdtensor.planner.devices import Device
+from hdtensor.planner.place import LaneDraft, place
+from hdtensor.planner.shapes import fits
+from hdtensor.planner.space import SearchOptions, make_space
+from hdtensor.planner.workload import Workload
+
+
+def device(name, memory_bytes=1e12):
+    return Device(
+        name=name,
+        memory_bytes=int(memory_bytes),
+        flops={"float32": 1.0},
+        memory_bandwidth=1.0,
+        link_bandwidth=1.0,
+        source="made up",
+    )
+
+
+@dataclass(frozen=True)
+class TableCosts(CostModel):
+    """Seconds of a layer by device, divided by TP with some loss; bytes of one layer are 1."""
+
+    layer: dict = field(default_factory=lambda: {"a": 1.0})
+    loss: float = 0.1
+    forward: float = 1 / 3
+    first: float = 0.3
+    last: float = 0.5
+    fixed: float = 0.2
+    num_bytes: float = 0.5
+    memory_per_layer: float = 1.0
+    held_per_layer: float = 0.2
+    is_zero: bool = False
+
+    def seconds(self, unit, group, mbs):
+        share = {"layer": 1.0, "embedding": self.first, "head": self.last}[unit]
+        each = self.layer[group.device.name] * share * (mbs + self.fixed)
+        total = each / group.tp * (1 + self.loss * (group.tp - 1))
+        return UnitSeconds(self.forward * total, (1 - self.forward) * total)
+
+    def message(self, sender, receiver, link, mbs):
+        return send_seconds(self.num_bytes * mbs, link)
+
+    def memory(self, group, layers, mbs):
+        count = (layers.num_layers + layers.is_first + layers.is_last) / group.tp
+        parameters = self.memory_per_layer * count
+        return StageMemory(
+            parameters, parameters, 2 * parameters, self.held_per_layer * count * mbs, 0.1
+        )
+
+    def synchronize(self, shares, layers, link):
+        count = layers.num_layers + layers.is_first + layers.is_last
+        return all_reduce_seconds(
+            self.num_bytes * count / min(s.tp for s in shares), len(shares), link
+        )
+
+    def update(self, group, layers, num_copies):
+        count = layers.num_layers + layers.is_first + layers.is_last
+        return 0.01 * count / group.tp / (num_copies if self.is_zero else 1)
+
+
+def random_space(seed, *, num_layers=None, batch=None, schedule="1F1B"):
+    """Return a space of about four devices of two kinds."""
+    rng = random.Random(seed)
+    zero = rng.choice([0, 1])
+    memory = rng.choice([1e3, 1e3, rng.uniform(12, 30)])
+    fast, slow = device("a", 1000 * memory), device("b", 1000 * memory * rng.uniform(0.5, 1.5))
+    sizes = rng.choice([(2, 2), (2, 1), (3, 1), (1, 1, 2), (4,), (2, 2)])
+    inside, between = Link(rng.uniform(5, 50), 1e-3), Link(rng.uniform(2, 20), 2e-3)
+    nodes = [
+        Node(device=rng.choice([fast, slow]), num_devices=size, inside=inside) for size in sizes
+    ]
+    costs = TableCosts(
+        layer={"a": 1.0, "b": rng.uniform(1, 5)},
+        loss=rng.uniform(0, 0.4),
+        forward=rng.choice([1 / 3, 0.45, 0.25]),
+        first=rng.uniform(0, 0.5),
+        last=rng.uniform(0, 1),
+        fixed=rng.uniform(0, 1),
+        num_bytes=rng.uniform(0, 1),
+        memory_per_layer=1000.0,
+        held_per_layer=rng.uniform(0, 1000),
+        is_zero=bool(zero),
+    )
+    workload = Workload(
+        batch=batch or rng.choice([2, 4, 5, 6]),
+        context=1,
+        precision="float32",
+        zero=zero,
+        schedule=schedule,
+    )
+    options = SearchOptions(tp_degrees=(1, 2, 4), mbs=(1, 2), max_stages=rng.choice([2, 3, 4]))
+    layers = num_layers or rng.randint(3, 5)
+    return make_space(
+        Cluster(nodes=tuple(nodes), between=between), costs, workload, layers, options
+    )
+
+
+def compositions(total, parts):
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(1, total - parts + 2):
+        for rest in compositions(total - first, parts - 1):
+            yield (first, *rest)
+
+
+def lane_drafts(space):
+    """Return every lane but for its number of micro-batches."""
+    shapes, todo = [], [()]
+    while todo:
+        shape = todo.pop()
+        if shape:
+            shapes.append(shape)
+        if len(shape) < min(space.options.max_stages, space.num_layers):
+            todo += [(*shape, k) for k in range(len(space.kinds)) if fits(space, (*shape, k))]
+    return [
+        LaneDraft(shape, layers, mbs)
+        for shape in shapes
+        for layers in compositions(space.num_layers, len(shape))
+        for mbs in space.prices.mbs
+    ]
+
+
+def all_strategies(space):
+    """Yield every strategy of a space, one placement of each."""
+    drafts = lane_drafts(space)
+    todo = [((), 0)]
+    while todo:
+        lanes, start = todo.pop()
+        kinds = tuple(k for lane in lanes for k in lane.kinds)
+        if lanes:
+            left = space.workload.batch - sum(lane.mbs for lane in lanes)
+            for counts in itertools.product(*(range(left // lane.mbs + 1) for lane in lanes)):
+                if sum(c * lane.mbs for c, lane in zip(counts, lanes, strict=True)) == left:
+                    strategy = place(
+                        space,
+                        [
+                            lane._replace(num_microbatches=1 + c)
+                            for lane, c in zip(lanes, counts, strict=True)
+                        ],
+                    )
+                    if strategy is not None:
+                        yield strategy
+        for index in range(start, len(drafts)):
+            if fits(space, kinds + drafts[index].kinds):
+                todo.append(((*lanes, drafts[index]), index))

@@ -1,0 +1,104 @@
+"""What binds a plan, and what rejected ones lose: each statement is checked by simulating what it is about."""
+
+import itertools
+
+import pytest
+
+from hdtensor.planner.cluster_files import parse_cluster
+from hdtensor.planner.emit import Planned
+from hdtensor.planner.models import shape_of_config
+from hdtensor.planner.planning import find_plan, make_costs, predict
+from hdtensor.planner.simulate import simulate_strategy
+from hdtensor.planner.space import SearchOptions, make_space
+from hdtensor.planner.strategy import LaneChoice, StageChoice, Strategy
+from hdtensor.planner.why import find_why, why_of
+from hdtensor.planner.workload import Workload
+
+
+MODEL = shape_of_config(
+    {"model_type": "llama", "vocab_size": 1000, "hidden_size": 2048, "num_hidden_layers": 12,
+     "num_attention_heads": 16, "intermediate_size": 5504}
+)  # fmt: skip
+WORK = Workload(batch=16, context=2048, zero=0)
+DEVICES = """
+devices:
+  fast: {{like: H800, memory: {memory} GB}}
+  slow: {{like: H800, speed: 0.5}}
+nodes: [1x fast, 1x slow]
+network: 50 GB/s
+"""
+
+
+def chain(num_fast, num_slow, memory=80):
+    stages = (StageChoice((0,), num_fast, 1), StageChoice((1,), num_slow, 1))
+    strategy = Strategy((LaneChoice(stages, 16, 1),))
+    planned = Planned(strategy, MODEL, parse_cluster(DEVICES.format(memory=memory)), WORK)
+    costs = make_costs(planned.model, WORK, planned.cluster)
+    return predict(planned, costs), costs
+
+
+def steps_of_all_cuts():
+    return {num: chain(num, 12 - num)[0].prediction.seconds for num in range(1, 12)}
+
+
+def test_at_the_best_cut_whole_layers_bind():
+    steps = steps_of_all_cuts()
+    best = min(steps, key=steps.get)
+    assert 1 < best < 11
+    summary, costs = chain(best, 12 - best)
+    why = find_why(summary, costs)
+    assert why.constraint == "whole layers"
+    assert all(move.seconds > steps[best] for move in why.moves)
+    neighbours = {steps[best - 1], steps[best + 1]}
+    assert {move.seconds for move in why.moves} <= neighbours
+
+
+def test_where_a_device_is_full_its_memory_binds():
+    steps = steps_of_all_cuts()
+    best = min(steps, key=steps.get)
+    need = {num: chain(num, 12 - num)[0].prediction.memory[0].total for num in (best - 1, best)}
+    memory = (need[best - 1] + need[best]) / 2e9
+    summary, costs = chain(best - 1, 13 - best, memory)
+    why = find_why(summary, costs)
+    assert why.constraint == "memory"
+    (move,) = [move for move in why.moves if move.lacking]
+    assert move.seconds == steps[best] < summary.prediction.seconds
+    assert move.lacking == pytest.approx(need[best] - memory * 1e9)
+    assert move.where == "rank 0"
+
+
+def test_one_stage_has_nothing_to_move_and_two_lanes_have_micro_batches():
+    one = Strategy((LaneChoice((StageChoice((0,), 12, 1),), 16, 1),))
+    two = Strategy(tuple(LaneChoice((StageChoice((rank,), 12, 1),), 8, 1) for rank in (0, 1)))
+    cluster = parse_cluster("cluster: 2x H800")
+    costs = make_costs(MODEL, WORK, cluster)
+    for strategy, constraint, num_moves in ((one, "one stage", 0), (two, "whole micro-batches", 1)):
+        why = find_why(predict(Planned(strategy, MODEL, cluster, WORK), costs), costs)
+        assert (why.constraint, len(why.moves)) == (constraint, num_moves)
+
+
+def test_what_a_search_says_is_true_of_what_it_rejected():
+    cluster = parse_cluster("nodes: [2x H800, 4x H20]\nnetwork: 50 GB/s")
+    costs = make_costs(MODEL, WORK, cluster)
+    space = make_space(cluster, costs, WORK, MODEL.num_layers, SearchOptions(mbs=(1, 2)))
+    planned, result = find_plan(MODEL, space)
+    summary = predict(planned, costs)
+    why = why_of(result, summary, costs)
+    assert why["work_seconds"] <= why["bound_seconds"] <= summary.prediction.seconds
+    assert summary.prediction.seconds <= why["uniform_seconds"]
+    seconds = [each["seconds"] for each in why["alternatives"]]
+    assert seconds == sorted(seconds)
+    assert len(seconds) >= 2
+    known = {candidate.what: candidate for candidate in result.candidates}
+    for each in why["alternatives"]:
+        strategy = known[each["what"]].strategy
+        again = simulate_strategy(strategy, cluster, costs, WORK).seconds
+        assert again == pytest.approx(each["seconds"])
+        assert each["reason"].startswith(f"{again / summary.prediction.seconds - 1:.2%} slower")
+    # No single move that fits is left that makes the step shorter: the last part of planning took them all.
+    assert all(
+        move.lacking or move.seconds >= summary.prediction.seconds * (1 - 1e-6)
+        for move in find_why(summary, costs).moves
+    )
+    assert all(a != b for a, b in itertools.pairwise(why["reasons"]))
+    assert f"What binds: {why['constraint']}." in " ".join(why["reasons"])
