@@ -27,7 +27,7 @@ from hdtensor.planner.tails import usual_tails
 
 
 #: Halvings of the interval in which the time of a shape lies.
-_HALVINGS = 20
+_HALVINGS = 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
