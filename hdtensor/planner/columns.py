@@ -27,7 +27,7 @@ from hdtensor.planner.tails import usual_tails
 
 
 #: Halvings of the interval in which the time of a shape lies.
-_HALVINGS = 20
+_HALVINGS = 13
 #: What no lane does within any time that is asked about; it keeps numbers within integers.
 _MOST_MICROBATCHES = 1 << 40
 
