@@ -18,6 +18,7 @@ from hdtensor.ops.border import ToDTensor, ToLocal, gradient_layout, one_subgrou
 from hdtensor.ops.bound import BoundSpec, bound_from_parts, kept_sizes
 from hdtensor.ops.dispatch import dispatch
 from hdtensor.ops.registry import changes, set_tensor_type
+from hdtensor.ops.skips import due_gradient
 from hdtensor.ops.special.move import move
 from hdtensor.ops.special.scalars import contains
 from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
@@ -123,9 +124,7 @@ class HDTensor(torch.Tensor):
         """
         found = accumulated_grad(self)
         if found is None:
-            skips = getattr(self, "_skips", None)
-            if skips is not None and skips[0] != self._seen_skips and self.requires_grad:
-                return self._empty_grad()
+            return due_gradient(self)
         return found
 
     @grad.setter
@@ -139,26 +138,6 @@ class HDTensor(torch.Tensor):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-    def count_skips(self, skips: list[int]) -> None:
-        """Have a counter say from now on when the empty gradient of a parameter that this rank skips is due.
-
-        Args:
-            skips: One number, which grows with every backward that the parameter has a gradient of.
-        """
-        before = getattr(self, "_skips", None)
-        if before is not skips:
-            is_due = before is not None and before[0] != self._seen_skips
-            self._skips, self._seen_skips = skips, skips[0] - is_due
-
-    def _empty_grad(self) -> HDTensor:
-        """Return the gradient of what this rank has no part of; the same one as long as the layout is."""
-        made: HDTensor | None = getattr(self, "_made_grad", None)
-        if made is None or made._spec.spec is not self._spec.spec or made.dtype is not self.dtype:
-            bound = BoundSpec.bind(self.spec, self.shape, None, self.dtype, self.top_sizes)
-            made = new_wrapper(HDTensor, self._local_tensor.detach(), bound, False)
-            self._made_grad = made
-        return made
 
     @property  # type: ignore[override]
     def data(self) -> HDTensor:

@@ -60,6 +60,7 @@ from hdtensor.api.region_watch import (
 )
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import events, moves
+from hdtensor.ops.skips import count_skips
 from hdtensor.ops.special.random import num_draws
 from hdtensor.plan import ModelDescription
 from hdtensor.tensor import HDTensor
@@ -237,7 +238,7 @@ class Region:
         if self._skips is None:
             self._skips = [0]
         for parameter in self.places.parameters:
-            parameter.count_skips(self._skips)
+            count_skips(parameter, self._skips)
         self._skips[0] += 1
         self.sync.note_passed()
 
