@@ -92,5 +92,17 @@ def microbatches(batch: Any, num_microbatches: int | None, size: int | None = No
     sizes: Sequence[int] = microbatch_sizes(num, count)
     if size is not None and size * num_microbatches == num:
         sizes = [size] * num_microbatches
-    ends = itertools.accumulate(sizes, initial=0)
-    return [rows(batch, start, stop) for start, stop in itertools.pairwise(ends)]
+    return _split(batch, list(sizes))
+
+
+def _split(batch: Any, sizes: list[int]) -> list[Any]:
+    """Return a batch in parts of so many rows; what has no rows is in all."""
+    if isinstance(batch, torch.Tensor):
+        return list(torch.split(batch, sizes)) if batch.ndim else [batch] * len(sizes)
+    if isinstance(batch, Mapping):
+        parts = {k: _split(v, sizes) for k, v in batch.items()}
+        return [{k: v[i] for k, v in parts.items()} for i in range(len(sizes))]
+    if isinstance(batch, list | tuple):
+        columns = [_split(v, sizes) for v in batch]
+        return [type(batch)([c[i] for c in columns]) for i in range(len(sizes))]
+    return [batch] * len(sizes)

@@ -93,10 +93,12 @@ class Executor:
             recording: Notes the actions.
         """
         self.is_training = is_training
+        expected: set[int] = set()
         for i, action in enumerate(actions):
             with self._around(action):
-                for later in actions[i : i + 1 + _AHEAD]:
-                    self._expect(later)
+                for place in range(i, min(i + 1 + _AHEAD, len(actions))):
+                    if place not in expected and self._expect(actions[place]):
+                        expected.add(place)
                 start, before = time.perf_counter(), waited[0]
                 self._run(action)
                 if recording is not None:
@@ -131,14 +133,19 @@ class Executor:
                 self._backward_weight(action)
                 self._end(action)
 
-    def _expect(self, action: Action) -> None:
-        """Start receiving what an action needs, as far as it is known."""
+    def _expect(self, action: Action) -> bool:
+        """Start receiving what an action needs, as far as it is known; return whether all of it is."""
         if action.kind is Kind.FORWARD:
-            self._passage(action.microbatch).expect(action.stage)
-        elif action.kind in GRADIENT_KINDS and action.microbatch in self._passages:
-            for departure in self._segment(action).departures:
-                if departure.tensor.requires_grad:
-                    departure.expect_gradient()
+            return self._passage(action.microbatch).expect(action.stage)
+        if action.kind not in GRADIENT_KINDS:
+            return True
+        passage = self._passages.get(action.microbatch)
+        if passage is None or not passage.has_ended:
+            return False
+        for departure in self._segment(action).departures:
+            if departure.tensor.requires_grad:
+                departure.expect_gradient()
+        return True
 
     def _passage(self, number: int) -> Passage:
         passage = self._passages.get(number)

@@ -89,6 +89,7 @@ class StepGradients:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._num_started = 0
+        self._hears = [True]
         #: Homes, which live as long as their model -> the leaf whose gradient is theirs as it is.
         self._only_leaf: dict[int, HDTensor | None] = {}
         self._planned: (
@@ -109,7 +110,7 @@ class StepGradients:
         if found is None or not found.stands_for(leaf):
             if found is not None and found.tensor.grad is not None:
                 return None
-            found = self._plain[id(leaf)] = PlainLeaf(leaf, spec, self.note)
+            found = self._plain[id(leaf)] = PlainLeaf(leaf, spec, self.note, self._hears)
         return found.tensor if found.spec is spec else None
 
     def whole_leaf(self, leaf: HDTensor) -> torch.Tensor | None:
@@ -158,6 +159,7 @@ class StepGradients:
         self._stage = action.stage
         if action.kind in _LAST_KINDS:
             self._left[action.stage] -= 1
+            self._hears[0] = not self._is_learned or not self._left[action.stage]
 
     def note(self, leaf: torch.Tensor) -> None:
         """Note that a leaf's gradient grew."""

@@ -121,7 +121,7 @@ class Passage:
         self._last = -1
         self._ahead: dict[int, tuple[Route, Pending]] = {}
         self._now = 0 if stages[0] == 0 else -1
-        self._num_crossings = self._num_calls = 0
+        self._num_crossings = self._num_calls = self._num_advanced = 0
         self._begins = [0] if stages[0] == 0 else []
         self._at: frozenset[int] | None = None
         self._met: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -141,6 +141,7 @@ class Passage:
             self._run()
         else:
             self._thread.resume()
+        self._num_advanced += 1
 
     def let_go(self) -> None:
         """Drop all that is on its way, after an error."""
@@ -332,12 +333,18 @@ class Passage:
         segment.arrivals.append(arrival)
         return arrival.leaf
 
-    def expect(self, stage: int) -> None:
-        """Start receiving what will come to a stage, as far as it is known."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether all stages of this rank have run, so that all that goes to later ones is known."""
+        return self._num_advanced == len(self.segments)
+
+    def expect(self, stage: int) -> bool:
+        """Start receiving what will come to a stage, as far as it is known; return whether an earlier call showed it."""
         for number, path, device in self.learned.coming.get(stage, ()):
             if number not in self._ahead and number >= self._num_crossings:
                 moving = expect(path, device, self._channel(number))
                 self._ahead[number] = (path, moving)
+        return self.learned.last is not None
 
     def _started(self, number: int, path: Route) -> Pending | None:
         """Return what receives a tensor already.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,12 +17,26 @@ class PlainLeaf:
 
     __slots__ = ("_bound", "spec", "tensor")
 
-    def __init__(self, leaf: HDTensor, spec: HDSpec, note: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        leaf: HDTensor,
+        spec: HDSpec,
+        note: Callable[[torch.Tensor], None],
+        hears: Sequence[bool],
+    ) -> None:
+        """Make it.
+
+        Args:
+            leaf: Of the lane.
+            spec: In which its gradients come.
+            note: Called with the leaf when a gradient has come.
+            hears: Whether it is: one value, asked each time, as most gradients are not the last.
+        """
         self.spec = spec
         bound = leaf._spec
         self.tensor = leaf._local_tensor.detach().requires_grad_()
         self.tensor.grad_dtype = leaf.grad_dtype
-        self.tensor.register_post_accumulate_grad_hook(lambda _: note(leaf))  # type: ignore[no-untyped-call]
+        self.tensor.register_post_accumulate_grad_hook(lambda _: note(leaf) if hears[0] else None)  # type: ignore[no-untyped-call]
         dtype = leaf.grad_dtype or leaf.dtype
         self._bound = BoundSpec.of(spec, bound.shape, bound.stride, dtype, bound.top_sizes)
 
