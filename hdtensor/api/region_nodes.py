@@ -81,6 +81,7 @@ class Layout:
 
     state: str = "new"
     tries: int = 0
+    has_kept: bool = False  # a recorded pass changed what the module keeps
     rebuild: Rebuild = operator.itemgetter(0)
     points: Points = field(default_factory=Points)
     draws: int = 0

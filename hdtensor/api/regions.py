@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from hdtensor._torch_compat import saved_tensor_hooks
 from hdtensor.api import points, region_watch
 from hdtensor.api.gradients import GradientSync
+from hdtensor.api.module_state import KeptState, Switches, check_draws, draws_itself
 from hdtensor.api.points import Points
 from hdtensor.api.region_compile import CompiledForward
 from hdtensor.api.region_hooks import has_hooks
@@ -60,7 +61,7 @@ from hdtensor.api.region_watch import (
 )
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import events, moves
-from hdtensor.ops.skips import count_skips
+from hdtensor.ops.skips import count_skips, stop_counting
 from hdtensor.ops.special.random import num_draws
 from hdtensor.plan import ModelDescription
 from hdtensor.tensor import HDTensor
@@ -126,16 +127,15 @@ class Region:
         self._has_hooks = False
         #: Found when first needed: a module may be made before its parameters are.
         self._is_held: bool | None = None
+        self._switches = Switches(module)
         module.forward = self
 
     def remove(self) -> None:
         """Give the module its own forward back; its parameters forget that they were skipped."""
         held: Any = self.module.parameters()
         for parameter in held:
-            if hasattr(parameter, "_skips"):
-                due = parameter.grad
-                del parameter._skips
-                parameter.grad = due
+            if isinstance(parameter, HDTensor):
+                stop_counting(parameter)
         self.module.forward = self.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,14 +146,14 @@ class Region:
             if self._is_held:
                 run = self.plain_forward.run if self.plain_forward.is_compiled else self.forward
                 return run(*args, **kwargs)
-        elif self._must_stay_out():
+        if saved_tensor_hooks() is not None if self.sync.is_plain else self._must_stay_out():
             return self.plain_forward(*args, **kwargs)
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs: list[HDTensor] = []
         key = (
-            self.module.training,
+            self._switches.present(),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cpu"),
             torch.is_autocast_enabled("cuda"),
@@ -238,7 +238,7 @@ class Region:
         if self._skips is None:
             self._skips = [0]
         for parameter in self.places.parameters:
-            count_skips(parameter, self._skips)
+            count_skips(parameter, self._skips, trains=parameter.requires_grad)
         self._skips[0] += 1
         self.sync.note_passed()
 
@@ -269,12 +269,12 @@ class Region:
     def _record(self, layout: Layout, args: Any, kwargs: Any, inputs: list[HDTensor]) -> Any:
         layout.tries += 1
         layout.points, layout.watched, layout.asked = Points(), {}, set()
-        before = (events[0], moves[0], num_draws[0])
+        before = (events[0], moves[0], num_draws[0], torch.get_rng_state())
         watch = Watcher(layout)
         watched_args = replace_tensors(args, watch.input)
         watched_kwargs = replace_tensors(kwargs, watch.input)
         watched = [watch.parameter(i, p) for i, p in enumerate(self.places.parameters)]
-        deferral, versions = Deferral(), self._buffer_versions()
+        deferral, kept = Deferral(), KeptState(self.module)
         points.recording.append(layout.points)
         try:
             with op_by_op(), self.places.filled(watched), deferral:
@@ -283,9 +283,14 @@ class Region:
             points.recording.pop()
         layout.draws = num_draws[0] - before[2]
         outs, layout.rebuild = flatten_result(result)
-        is_stateful = versions != self._buffer_versions()  # to run it once more would count twice
+        is_stateful = kept.has_changed() or draws_itself(before[3], before[2])
         is_tensor = all(o is None or isinstance(o, HDTensor) for o in outs)
-        if deferral.is_seen or is_stateful or not is_tensor:
+        if is_stateful and not layout.has_kept:
+            layout.has_kept, layout.tries = (
+                True,
+                0,
+            )  # a cache that fills once: look at the next call
+        elif deferral.is_seen or is_stateful or not is_tensor:
             layout.state = "failed"
         elif not inputs[0].is_local and not any(p.is_local for p in self.places.parameters):
             layout.state = "pruned" if moves[0] == before[1] else "failed"
@@ -365,7 +370,7 @@ class Region:
         plain_kwargs = replace_tensors(kwargs, enter) if kwargs else kwargs
         plain_leaf = getattr(self.sync, "plain_leaf", None)
         plain_parameters = enter_parameters(layout, self.places, plain_leaf)
-        layout.points.position = 0
+        layout.points.position, before = 0, torch.get_rng_state()
         points.running.append(layout.points)
         region_watch.begun.append(region_watch.manner())
         try:
@@ -377,6 +382,7 @@ class Region:
         finally:
             points.running.pop()
             region_watch.begun.pop()
+        check_draws(before, self.module)
         results, rebuild = flatten_result(plain)
         wrapped = [(v, o) for v, o in zip(results, outs, strict=False) if o is not None]
         if plain is None or any(v.shape != o.local_shape() for v, o in wrapped):
@@ -391,6 +397,3 @@ class Region:
                 ]
             )
         )
-
-    def _buffer_versions(self) -> list[int]:
-        return [buffer._version for buffer in self.module.buffers()]

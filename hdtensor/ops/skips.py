@@ -12,23 +12,35 @@ from hdtensor._torch_compat import new_wrapper
 from hdtensor.ops.bound import BoundSpec
 
 
-def count_skips(parameter: Any, skips: list[int]) -> None:
+def count_skips(parameter: Any, skips: list[int], *, trains: bool) -> None:
     """Have a counter say from now on when the empty gradient of a parameter is due; one that is due stays so.
 
     Args:
         parameter: An ``HDTensor`` that this rank has no part of.
         skips: One number, which grows with every backward that the parameter has a gradient of.
+        trains: Whether the next one gives it a gradient.
     """
+    if not trains:
+        stop_counting(parameter)
+        return
     before = getattr(parameter, "_skips", None)
     if before is not skips:
         is_due = before is not None and before[0] != parameter._seen_skips
         parameter._skips, parameter._seen_skips = skips, skips[0] - is_due
 
 
+def stop_counting(parameter: Any) -> None:
+    """Have no counter say any more that a parameter's gradient is due; keep the one that is."""
+    if hasattr(parameter, "_skips"):
+        due = parameter.grad
+        del parameter._skips
+        parameter.grad = due
+
+
 def due_gradient(parameter: Any) -> Any:
     """Return the empty gradient of a parameter if it is due, the same one as long as the layout is; else None."""
     skips = getattr(parameter, "_skips", None)
-    if skips is None or skips[0] == parameter._seen_skips or not parameter.requires_grad:
+    if skips is None or skips[0] == parameter._seen_skips:
         return None
     made = getattr(parameter, "_made_grad", None)
     bound = parameter._spec

@@ -8,6 +8,7 @@ from torch import nn
 import hdtensor as hd
 from hdtensor.api.gradients import GradientSync
 from hdtensor.api.regions import Region
+from hdtensor.errors import DeductionError
 from hdtensor.ops import dispatch
 from tests.support.world import run_world
 
@@ -202,6 +203,79 @@ def test_what_is_not_local_stays_op_by_op(module):
         for _ in range(4):
             module(x).sum().backward()
         assert states(region) == ["failed"]
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["held", "skipped"])
+def test_dropout_that_is_switched_on_later_draws_on_all_ranks(rank):
+    spec = hd.HDSpec.from_text("R / 0:R")
+    with hd.as_rank(rank):
+        torch.manual_seed(0)
+        module = distributed(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0)), spec)
+        region_of(module)
+        x = hd.distribute_tensor(torch.ones(4, 8), spec, src_data_rank=None)
+        for p, has_drawn in ((0.0, False), (0.5, True), (0.0, False)):
+            module[1].p = p
+            for _ in range(4):
+                before = torch.get_rng_state()
+                y = module(x)
+                y.sum().backward()
+                assert has_drawn != torch.equal(before, torch.get_rng_state())
+                if rank == 0 and has_drawn:
+                    assert (y.to_local() == 0).any()
+
+
+class _Kept(nn.Module):
+    """Changes what it keeps, or draws, in a way that no operator on an HDTensor shows."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.does, self.num, self.last = does, 0, None
+
+    def forward(self, x):
+        y = x * self.weight
+        if self.does == "counts":
+            self.num += 1
+            return y * self.num
+        if self.does == "remembers":
+            before, self.last = self.last, y.detach()
+            return y if before is None else y + before
+        if self.does == "caches":
+            self.last = 2.0 if self.last is None else self.last
+            return y + self.last
+        noise = torch.rand(()) if self.does == "draws" or self.num else 0.0
+        return y + noise
+
+
+@pytest.mark.parametrize(
+    ("does", "state"),
+    [
+        ("counts", "failed"),
+        ("remembers", "failed"),
+        ("draws", "failed"),
+        ("caches", "running"),
+        ("nothing", "running"),
+    ],
+)
+def test_what_keeps_state_runs_once_a_call(does, state):
+    spec = hd.HDSpec.from_text("R / 0:R")
+    with hd.as_rank(0):
+        module, plain = distributed(_Kept(does), spec), _Kept(does)
+        region = region_of(module)
+        torch.manual_seed(0)
+        found = []
+        for _ in range(5):
+            y = module(hd.distribute_tensor(torch.ones(2, 8), spec, src_data_rank=None))
+            y.sum().backward()
+            found.append(y.to_local().detach())
+        torch.manual_seed(0)
+        for y in found:
+            torch.testing.assert_close(y, plain(torch.ones(2, 8)).detach())
+        assert states(region) == [state]
+        if does == "nothing":
+            module.num = 1
+            with pytest.raises(DeductionError, match="_Kept draws random numbers now"):
+                module(hd.distribute_tensor(torch.ones(2, 8), spec, src_data_rank=None))
 
 
 def test_hooks_inside_see_distributed_tensors():

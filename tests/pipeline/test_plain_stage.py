@@ -21,14 +21,14 @@ class _Spy(torch.nn.Module):
 
     def __init__(self, seen, look=lambda x: None):
         super().__init__()
-        self.seen, self.look = seen, look
+        self.note, self.look = seen.append, look  # a list of its own would be state of the model
 
     def forward(self, x):
         passage = running()
         if passage is not None and passage.stage is not None:
             self.look(x)
             if not passage.is_rehearsal:
-                self.seen.append(passage.is_plain)
+                self.note(passage.is_plain)
         return torch.nn.functional.silu(x)
 
 

@@ -58,8 +58,8 @@ def num_rows(batch: Any) -> int:
 
 
 def rows(batch: Any, start: int, stop: int) -> Any:
-    """Return some samples of a batch."""
-    return map_tensors(batch, lambda _, t: t[start:stop] if t.ndim else t)
+    """Return some samples of a batch: the same memory, of which autograd counts changes apart from those of others."""
+    return map_tensors(batch, lambda _, t: t[start:stop].data if t.ndim else t)
 
 
 def lane_rows(inputs: HDSpec, num: int) -> tuple[tuple[int, int], ...]:
@@ -98,7 +98,10 @@ def microbatches(batch: Any, num_microbatches: int | None, size: int | None = No
 def _split(batch: Any, sizes: list[int]) -> list[Any]:
     """Return a batch in parts of so many rows; what has no rows is in all."""
     if isinstance(batch, torch.Tensor):
-        return list(torch.split(batch, sizes)) if batch.ndim else [batch] * len(sizes)
+        if not batch.ndim:
+            return [batch] * len(sizes)
+        # A model may work in place on its part: autograd would see a change of all parts of one tensor.
+        return [part.data for part in torch.split(batch, sizes)]
     if isinstance(batch, Mapping):
         parts = {k: _split(v, sizes) for k, v in batch.items()}
         return [{k: v[i] for k, v in parts.items()} for i in range(len(sizes))]

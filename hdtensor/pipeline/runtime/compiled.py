@@ -33,14 +33,15 @@ class CompiledModules:
         self._allowed = {id(module) for module, _ in found}
         self._modules: list[tuple[str, nn.Module, tuple[nn.Module | None, ...]]] = []
 
-    def look(self) -> None:
-        """Hand over what was compiled since the last step.
+    def look(self) -> bool:
+        """Hand over what was compiled since the last step; return whether modules came or went since.
 
         Raises:
             PlanError: On every rank, if it cannot run in a pipeline.
         """
         compiled = False
-        if not self._is_current():
+        is_current = self._is_current()
+        if not is_current:
             self._modules = [
                 (name, module, tuple(module._modules.values()))
                 for name, module in self._model.named_modules()
@@ -61,6 +62,7 @@ class CompiledModules:
                 )
         if compiled:
             self._hand_over()
+        return not is_current
 
     def _is_current(self) -> bool:
         """Return whether no module of the model has other children than at the last step."""

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.collectives import observe
+from hdtensor.errors import PipelineError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.generate import empty_like_local
 from hdtensor.ops.special.move import gradient_spec
@@ -153,6 +154,8 @@ class Departure:
         self.tensor = tensor
         self._home, self._sending, self._receive = home, sending, receive
         self._coming: Callable[[], torch.Tensor] | None = None
+        self._local = tensor._local_tensor if isinstance(tensor, HDTensor) else tensor
+        self._version = version_of(self._local)
 
     def hand_over(self, local: torch.Tensor) -> Callable[[], object]:
         """Take the gradient from another stage of this rank."""
@@ -176,10 +179,28 @@ class Departure:
         return found
 
     def wait_sent(self) -> None:
-        """Wait until the tensor was sent."""
+        """Wait until the tensor was sent.
+
+        Raises:
+            PipelineError: If it was changed in place on its way.
+        """
+        if version_of(self._local) != self._version:
+            raise PipelineError(CHANGED)
         sending, self._sending = self._sending, None
         if sending is not None:
             waiting(sending)
+
+
+def version_of(x: torch.Tensor) -> int:
+    """Return a number that grows where a tensor is changed in place."""
+    return 0 if x.is_inference() else x._version
+
+
+#: Why what was sent may not change.
+CHANGED = (
+    "the model changes a tensor in place that it has given to a layer of another stage: the values would be on their way "
+    "already. Make a new tensor of it (x = x * 2 instead of x.mul_(2))."
+)
 
 
 def send(x: torch.Tensor, path: Route, channel: int) -> Departure:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from hdtensor.ops.skips import count_skips
 from hdtensor.pipeline.runtime.homes import Home
-from hdtensor.tensor import HDTensor
 
 
 class EmptyGradients:
@@ -15,18 +14,18 @@ class EmptyGradients:
     def __init__(self) -> None:
         """Begin without any."""
         self._found: Sequence[Home] | None = None
-        self._targets: list[HDTensor] = []
+        self._homes: list[Home] = []
         self._steps = [0]
 
     def give(self, found: Sequence[Home]) -> None:
-        """Say that the targets of parameters that this rank has no part of have gradients now.
+        """Say that the targets of parameters that this rank has no part of have gradients now, those that train.
 
         Args:
             found: Homes of all parameters.
         """
         if found is not self._found:
             self._found = found
-            self._targets = [home.target for home in found if not home.parameter.is_local]
-        for target in self._targets:
-            count_skips(target, self._steps)
+            self._homes = [home for home in found if not home.parameter.is_local]
+        for home in self._homes:
+            count_skips(home.target, self._steps, trains=home.parameter.requires_grad)
         self._steps[0] += 1

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hdtensor.api import regions
+from hdtensor.api.module_state import Switches
 from hdtensor.api.parallelize import ParallelState
 from hdtensor.pipeline.runtime import losses, stage_points
 from hdtensor.pipeline.runtime.activations import CheckpointedLayer, Offload, checkpoint_layers
@@ -97,6 +98,7 @@ class LaneRank:
         self._learned: dict[Any, Learned] = {}
         self._manners: dict[Any, Manner] = {}
         self._settings: tuple[Any, ...] = ()
+        self._switches = Switches(model)
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._weight_draws = WeightDraws()
         self._results: list[tuple[Any, Any, bool]] = []
@@ -174,6 +176,7 @@ class LaneRank:
             recording: Notes the actions.
         """
         is_training = loss_scale is not None
+        self._settings = self._present_settings()
         offload = Offload(self._offloaded, self.parameters)
 
         def call(number: int) -> None:
@@ -181,7 +184,7 @@ class LaneRank:
                 self._call(parts[number], loss_scale, surroundings)
 
         def begin(number: int) -> Passage:
-            return self._passage(number, parts[number].data, lambda: call(number), is_training)
+            return self._passage(number, parts[number], lambda: call(number), is_training)
 
         self._executor = Executor(
             self._stages,
@@ -194,10 +197,9 @@ class LaneRank:
             self.parameters.in_place(),
             self._state.running_lane(),
             without_cache(self._configs),
-            self._weight_draws.watched((is_training, self._model.training, bool(row))),
+            self._weight_draws.watched((is_training, self._settings, bool(row))),
         ):
             self.plain.prepare()
-            self._settings = self._present_settings()
             try:
                 self._executor.run(row, is_training=is_training, recording=recording)
             finally:
@@ -223,22 +225,22 @@ class LaneRank:
         return mine if self._rank == speaker else Totals()
 
     def _passage(
-        self, number: int, part: Any, call: Callable[[], None], is_training: bool
+        self, number: int, part: MicroBatch, call: Callable[[], None], is_training: bool
     ) -> Passage:
         """Return a micro-batch's call of the model."""
-        learned = self._learned_with(part, is_training)
+        learned = self._learned_with(part.data, is_training)
         may_leave = self._rank not in self.plan.labels.ranks
         if len(self._stages) > 1:
             return Passage(number, self._stages, call, learned, may_leave=may_leave)
         found = StageCall(number, self._stages, call, learned, may_leave=may_leave)
-        return found.decide_by(self.plain)
+        return found.decide_by(self.plain, part)
 
     def _present_settings(self) -> tuple[Any, ...]:
         """Return what else a call depends on, the same for all micro-batches of a step."""
         casts = [
             torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) for k in ("cpu", "cuda")
         ]
-        return (torch.is_grad_enabled(), self._model.training, *casts)
+        return (torch.is_grad_enabled(), self._switches.present(), *casts)
 
     def _learned_with(self, part: Any, is_training: bool) -> Learned:
         """Return what is known of calls with a micro-batch of these shapes."""
@@ -270,8 +272,7 @@ class LaneRank:
         call: Callable[..., Any] = self._model
         output = call(**inputs) if isinstance(inputs, dict) else call(*inputs)
         surroundings.note_called()
-        if passage.keeps_output:
-            passage.output = output
+        passage.end_model(output)
         if passage.is_rehearsal or self._rank not in self.plan.labels.ranks:
             return
         loss = self._loss_of(output, target, part.num_rows)

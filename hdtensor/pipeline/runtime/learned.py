@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hdtensor.errors import PipelineError
 from hdtensor.pipeline.runtime.crossings import Route
 from hdtensor.placements import HDSpec
+from hdtensor.tensor import HDTensor
 
 
 class Coming(NamedTuple):
@@ -43,6 +45,11 @@ class Border(NamedTuple):
     is_turn: bool
     begins: bool
 
+    def is_foreign(self, x: HDTensor) -> bool:
+        """Return whether another stage made a tensor that the layer gets."""
+        spec = x._spec.spec
+        return self.is_turn or (spec is not self.spec and self.ranks != set(spec.ranks))
+
 
 @dataclass(slots=True)
 class Manner:
@@ -65,9 +72,35 @@ class Learned:
         manner: What is known of all calls that differ from this one in sizes only.
         held: Call of a stage point of another stage -> the places among its arguments of what this rank's stage made, and
             the ways of that.
+        foreign: Call of a stage point of this rank's -> the places among its arguments of what other stages made.
     """
 
     coming: dict[int, list[Coming]] = field(default_factory=dict)
     last: int | None = None
     manner: Manner = field(default_factory=Manner)
     held: dict[int, Mapping[Any, Route]] = field(default_factory=dict)
+    foreign: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+
+    def check_foreign(self, call: int, tensors: Mapping[Any, torch.Tensor], border: Border) -> None:
+        """Raise if a layer of this rank's gets tensors of other stages at other places than in an earlier call.
+
+        Their messages would not be sent, or be waited for in vain; the rank that made them cannot tell.
+
+        Args:
+            call: Number of the call of a stage point.
+            tensors: What the layer takes, by its place among the arguments.
+            border: Where the layer is.
+
+        Raises:
+            PipelineError: If so.
+        """
+        present = tuple(
+            [i for i, x in tensors.items() if isinstance(x, HDTensor) and border.is_foreign(x)]
+        )
+        known = self.foreign.setdefault(call, present)
+        if known != present:
+            raise PipelineError(
+                f"a layer on ranks {list(border.spec.ranks)} gets {len(present)} tensors of earlier stages where an earlier "
+                f"micro-batch of the same shapes gave it {len(known)}, or gets them at other places. What goes from stage "
+                f"to stage may depend on shapes, but not on values: pass a tensor of zeros or ones instead of None."
+            )

@@ -14,6 +14,7 @@ from hdtensor.errors import PipelineError, PlanError
 from hdtensor.ops.registry import implicit
 from hdtensor.ops.special.move import move
 from hdtensor.pipeline.runtime.crossings import (
+    CHANGED,
     Arrival,
     Departure,
     Pending,
@@ -25,6 +26,7 @@ from hdtensor.pipeline.runtime.crossings import (
     send,
     spec_behind,
     stand_in,
+    version_of,
 )
 from hdtensor.pipeline.runtime.learned import Border, Coming, Learned
 from hdtensor.pipeline.runtime.turns import Turns
@@ -86,12 +88,9 @@ class Passage:
         may_leave: Whether nobody on this rank needs what the call returns.
         is_plain: Whether this rank's stage runs on plain tensors, where it has a stage alone.
         is_rehearsal: Whether nothing is sent, and nothing noted: a trial.
-        keeps_output: Whether what the model returns is kept.
-        output: That.
     """
 
     is_rehearsal = False
-    keeps_output = False
     is_plain = False
 
     def __init__(
@@ -112,7 +111,6 @@ class Passage:
             learned: What earlier calls with like micro-batches showed; this one adds to it.
             may_leave: Whether nobody on this rank needs what the call returns.
         """
-        self.output: Any = None
         self.segments = [Segment(stage) for stage in stages]
         self._microbatch = microbatch
         self.call = call
@@ -124,7 +122,7 @@ class Passage:
         self._num_crossings = self._num_calls = self._num_advanced = 0
         self._begins = [0] if stages[0] == 0 else []
         self._at: frozenset[int] | None = None
-        self._met: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._met: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._thread = Turns(self._run) if len(stages) > 1 else None
 
     @property
@@ -134,6 +132,9 @@ class Passage:
 
     def begin(self) -> None:
         """Called before the first ``advance``, when all earlier micro-batches' calls have begun."""
+
+    def end_model(self, output: Any) -> None:
+        """Called with what the model returns, before the loss function."""
 
     def advance(self) -> None:
         """Run up to the end of the next of this rank's stages."""
@@ -154,7 +155,7 @@ class Passage:
         """Return whether a layer inside of a stage takes plain tensors of its stage as they are; count the call then."""
         if not self.is_plain or border.begins or self._at not in (None, border.ranks):
             return False
-        if not border.is_home and self._num_calls + 1 in self.learned.held:
+        if (self.learned.foreign if border.is_home else self.learned.held).get(self._num_calls + 1):
             return False
         self._num_calls += 1
         return True
@@ -188,6 +189,8 @@ class Passage:
                 f"another on one stage, as those of an encoder and a decoder."
             )
         self._num_calls += 1
+        if border.is_home:
+            self.learned.check_foreign(self._num_calls, tensors, border)
         held = {} if border.is_home else self._held(tensors, spec)
         found: list[torch.Tensor] = []
         for place, x in tensors.items():
@@ -240,7 +243,7 @@ class Passage:
     def _follow(self, x: HDTensor, border: Border) -> torch.Tensor:
         """Return a tensor on the stage that now runs."""
         if id(x) in self._met:
-            return self._met[id(x)][1]
+            return self._found_before(x)
         spec = border.spec
         stays = x._spec.spec is spec or border.ranks == set(x.spec.ranks)
         found: torch.Tensor
@@ -255,7 +258,14 @@ class Passage:
             self.segments[self._now].arrivals.append(arrival)
             found = arrival.leaf
         # The tensor is kept with what it became: its number would be another's otherwise.
-        self._met[id(x)] = (x, found)
+        self._met[id(x)] = (x, found, version_of(x))
+        return found
+
+    def _found_before(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what a tensor became; raise ``PipelineError`` if it has been changed since."""
+        _, found, version = self._met[id(x)]
+        if version_of(x) != version:
+            raise PipelineError(CHANGED)
         return found
 
     def _origin(self, x: torch.Tensor) -> Segment:
@@ -291,8 +301,8 @@ class Passage:
     def _depart_once(self, x: torch.Tensor, path: Route) -> torch.Tensor:
         """Take a plain tensor that this rank's stage made to another stage, once."""
         if id(x) not in self._met:
-            self._met[id(x)] = (x, self._depart(x, path, self._next_number()))
-        return self._met[id(x)][1]
+            self._met[id(x)] = (x, self._depart(x, path, self._next_number()), version_of(x))
+        return self._found_before(x)
 
     def _depart(self, x: torch.Tensor, path: Route, number: int) -> HDTensor:
         self._last = number

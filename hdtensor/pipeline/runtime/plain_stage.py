@@ -7,7 +7,9 @@ model returns and what is drawn must be the same. The messages of both ways are 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,11 +18,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hdtensor._torch_compat import pytree
+from hdtensor.api.module_state import KeptState
 from hdtensor.api.points import is_own_hook
 from hdtensor.api.region_compile import not_compiled
 from hdtensor.api.region_watch import is_close
 from hdtensor.collectives import observe
+from hdtensor.errors import PipelineError
+from hdtensor.pipeline.runtime.batches import map_tensors
 from hdtensor.pipeline.runtime.crossings import Route
+from hdtensor.pipeline.runtime.feed import MicroBatch
 from hdtensor.pipeline.runtime.gradients import StepGradients
 from hdtensor.pipeline.runtime.learned import Learned
 from hdtensor.pipeline.runtime.parameters import LaneParameters
@@ -93,28 +99,27 @@ class PlainStage:
             if leaf.requires_grad:
                 yield self._leaves[id(leaf)] if is_plain and self._leaves else leaf
 
-    def rehearse(self, passage: Passage, start: torch.Tensor) -> None:
-        """Find out whether a call that has just ended gives the same on plain tensors.
+    def rehearse(self, call: StageCall) -> bool:
+        """Return whether a call that has just ended gives the same on plain tensors.
 
         Args:
-            passage: The call.
-            start: The generator's state when it began.
+            call: The call.
         """
-        end = torch.get_rng_state()
-        torch.set_rng_state(start)
-        trial = Rehearsal(passage)
+        trial = Rehearsal(call)
         self.stand(True)
         try:
-            with torch.no_grad(), not_compiled():
+            with _generators_kept(), torch.no_grad(), not_compiled(), call.as_it_began():
                 trial.advance()
-            can = trial.gives_the_same() and torch.equal(torch.get_rng_state(), end)
+                return trial.gives_the_same()
         except Exception as error:  # any failure on plain tensors only means: not on plain tensors
             _log.debug("the stage does not run on plain tensors: %s", error)
-            can = False
+            return False
         finally:
             self.stand(False)
-            torch.set_rng_state(end)
-        passage.learned.manner.can_be_plain = can
+
+    def look_at(self) -> KeptState:
+        """Return what the model keeps from call to call, as it is now."""
+        return KeptState(self._model)
 
     def _has_hooks(self) -> bool:
         """Whether a user's hooks inside the model want to see ``HDTensor``s.
@@ -138,34 +143,98 @@ class PlainStage:
 
 
 class StageCall(Passage):
-    """A call of which this rank's only stage may run on plain tensors."""
+    """A call of which this rank's only stage may run on plain tensors.
 
-    def decide_by(self, stage: PlainStage) -> StageCall:
-        """Have a stage decide when the call begins; return the call."""
-        self._stage = stage
+    Attributes:
+        came: What came to the stage, as it was then: layers may work in place.
+        output: What the model returned, of a call that is to be repeated.
+    """
+
+    def decide_by(self, stage: PlainStage, part: MicroBatch) -> StageCall:
+        """Have a stage decide when the call begins; return the call.
+
+        Args:
+            stage: The stage.
+            part: What the model is called with.
+        """
+        self._stage, self._part = stage, part
+        self._tries = False
+        self.came: list[torch.Tensor] = []
+        self.output: Any = None
         return self
 
     def begin(self) -> None:
         """Decide: what earlier calls showed is known now."""
         self.is_plain = self._stage.takes(self.learned)
-        self.keeps_output = self._stage.tries(self.learned)
+        self._tries = self._stage.tries(self.learned)
 
     def advance(self) -> None:
         """Run the call; then once more on plain tensors, if that was not tried."""
-        start = torch.get_rng_state()
+        self._start = _generators()
+        if not self._tries:
+            super().advance()
+            return
+        kept, self._data = self._stage.look_at(), _copied(self._part.data)
         super().advance()
-        if self.keeps_output:
-            self._stage.rehearse(self, start)
-            self.output = None
+        if self._has_drawn():
+            self.learned.manner.can_be_plain = False
+        elif (
+            not kept.has_changed()
+        ):  # else once more would count twice; the next call may keep nothing
+            self.learned.manner.can_be_plain = self._stage.rehearse(self)
+        self.came.clear()
+        self.output = self._data = None
+
+    @contextlib.contextmanager
+    def as_it_began(self) -> Iterator[None]:
+        """Have the model be called with what it was called with, whatever it did to that in place."""
+        now, self._part.data = self._part.data, self._data
+        try:
+            yield
+        finally:
+            self._part.data = now
+
+    def end_model(self, output: Any) -> None:
+        """Keep the output of a call that is to be repeated; check one on plain tensors."""
+        if self._tries:
+            self.output = output
+        self._check_draws()
+
+    def send(self, x: torch.Tensor, path: Route, number: int) -> None:
+        """Send a tensor, unless wrong random numbers may be in it."""
+        self._check_draws()
+        super().send(x, path, number)
+
+    def receive(self, x: HDTensor, path: Route, number: int) -> torch.Tensor:
+        """Return a tensor that comes to this stage."""
+        found = super().receive(x, path, number)
+        if self._tries:
+            self.came.append(_local(found).detach().clone())
+        return found
+
+    def _has_drawn(self) -> bool:
+        return not all(map(torch.equal, self._start, _generators()))
+
+    def _check_draws(self) -> None:
+        """Raise if a call on plain tensors has drawn: what it drew would depend on the plan.
+
+        Raises:
+            PipelineError: If it has.
+        """
+        if self.is_plain and self._has_drawn():
+            raise PipelineError(
+                "a layer draws random numbers now, and drew none when its stage was tried on plain tensors; neither a "
+                "module's training flag nor the rate of a module that drops has changed since. Say it by one of "
+                "these (module.train(), dropout.p), or pass use_regions=False to Runner."
+            )
 
 
 class Rehearsal(Passage):
     """A call on plain tensors that sends nothing, and receives what another one received."""
 
     is_rehearsal = True
-    keeps_output = True
 
-    def __init__(self, first: Passage) -> None:
+    def __init__(self, first: StageCall) -> None:
         """Take what the other call received and sent.
 
         Args:
@@ -175,8 +244,13 @@ class Rehearsal(Passage):
         super().__init__(0, [segment.stage], first.call, first.learned, may_leave=first.may_leave)
         self.is_plain = True
         self._first = first
-        self._coming = iter([_local(arrival.leaf) for arrival in segment.arrivals])
+        self._coming = iter(first.came)
         self._gone: list[torch.Tensor] = []
+        self._output: Any = None
+
+    def end_model(self, output: Any) -> None:
+        """Keep the output to compare it."""
+        self._output = output
 
     def send(self, x: torch.Tensor, path: Route, number: int) -> None:
         """Keep a tensor to compare it."""
@@ -192,7 +266,7 @@ class Rehearsal(Passage):
         sent = [departure.tensor for departure in segment.departures]
         if len(sent) != len(self._gone) or not all(map(is_close, self._gone, sent)):
             return False
-        mine, theirs = pytree.tree_leaves(self.output), pytree.tree_leaves(self._first.output)
+        mine, theirs = pytree.tree_leaves(self._output), pytree.tree_leaves(self._first.output)
         return self.may_leave or (len(mine) == len(theirs) and all(map(_is_same, mine, theirs)))
 
 
@@ -208,3 +282,28 @@ def _is_same(mine: Any, theirs: Any) -> bool:
         is_other = isinstance(mine, HDTensor) and isinstance(theirs, HDTensor)
         return is_other or (mine.shape == theirs.shape and torch.equal(mine, theirs))
     return type(mine) is type(theirs)
+
+
+def _generators() -> list[torch.Tensor]:
+    """Return where torch's generators stand."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Have all generators stand afterwards where they stood before, Python's too."""
+    states, of_python = _generators(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1])
+        random.setstate(of_python)
+
+
+def _copied(data: Any) -> Any:
+    return map_tensors(data, lambda _, t: t.clone())

@@ -38,6 +38,7 @@ from hdtensor.pipeline.runtime.recording import Recording
 from hdtensor.pipeline.runtime.surroundings import Surroundings
 from hdtensor.pipeline.runtime.targets import OptimizerTargets
 from hdtensor.pipeline.runtime.totals import End, Totals
+from hdtensor.pipeline.runtime.watched_parameters import WatchedParameters
 from hdtensor.pipeline.schedule.actions import Action, Kind
 from hdtensor.pipeline.schedule.choose import DEFAULT_MICROBATCHES
 from hdtensor.plan import AnnotationPlan, ModelDescription
@@ -116,6 +117,7 @@ class Runner:
         self._recording: Recording | None = None
         self._optimized = OptimizerTargets(model, self._plan.zero)
         self._mine = self._lane_rank(plans, description)
+        self._watched = WatchedParameters(model)
 
     def _lane_rank(
         self, plans: Sequence[LanePlan], description: ModelDescription
@@ -259,8 +261,10 @@ class Runner:
     def _take(self, batch: Any, lanes: Any, source: int | None) -> list[MicroBatch]:
         """Return this rank's micro-batches. What is wrong with the call raises here, alike on every rank."""
         self._check_plan()
+        self._watched.check()
         losses.check_auxiliary(self.model)
-        self._compiled.look()
+        if self._compiled.look():
+            self._watched.check_new()
         return self._feed.take(batch, lanes, source)
 
     def _check_plan(self) -> None:

@@ -37,10 +37,9 @@ def place(
         plan: The lane's.
         layers: Index of a layer -> its modules.
     """
-    for handle in _placed.pop(
-        model, ()
-    ):  # of an earlier runner: a layer would begin its stage twice
+    for handle in _placed.pop(model, ()):  # of an earlier runner
         handle.remove()
+    _take_out_copied(model)
     hooks = []
     for point in plan.points:
         if point.kind != "stage":
@@ -50,6 +49,15 @@ def place(
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     _placed[model] = hooks
     return hooks
+
+
+def _take_out_copied(model: nn.Module) -> None:
+    """Take out stage points that a copy of a model has from it: a layer would begin its stage twice."""
+    for module in model.modules():
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, StagePoint):
+                del module._forward_pre_hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 def _stage_hooks(plan: LanePlan, layers: Mapping[int, Sequence[str]]) -> dict[str, StagePoint]:
