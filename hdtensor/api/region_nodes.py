@@ -91,6 +91,7 @@ class Layout:
     start_events: int = 0
     backward_events: int = 0
     sizes: dict[Any, tuple[BoundSpec | None, ...]] = field(default_factory=dict)
+    needs_grad: list[bool] = field(default_factory=list)  # of the parameters, when it was checked
     asked: set[int] = field(default_factory=set)  # parameters whose gradient was watched
     flows: list[Flow] | None = None  # see enter_parameters
 

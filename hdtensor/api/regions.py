@@ -121,7 +121,6 @@ class Region:
         self.sync = sync
         self.layouts: dict[Any, Layout] = {}
         self.places = Places(module, is_stack=is_stack)
-        self._needs_grad: list[bool] | None = None  # of the parameters, when a pass was recorded
         self._skips: list[int] | None = None
         self._hook_number = -1
         self._has_hooks = False
@@ -171,8 +170,8 @@ class Region:
             return self.forward(*args, **kwargs)
         if layout is None:
             layout = self._new_layout(key)
-        if layout.state == "running" and self._is_refrozen():
-            layout = self._start_anew(key)
+        if layout.state == "running" and self._is_refrozen(layout):
+            layout = self._new_layout(key)
         if layout.state == "running" or layout.state == "pruned":
             outs = layout.derive(inputs)
             if outs is not None:
@@ -205,13 +204,9 @@ class Region:
             self._has_hooks = has_hooks(self.module)
         return self._has_hooks
 
-    def _is_refrozen(self) -> bool:
+    def _is_refrozen(self, layout: Layout) -> bool:
         """Whether a parameter was frozen or thawed since its gradient's layout was recorded."""
-        return self._needs_grad != [p.requires_grad for p in self.places.parameters]
-
-    def _start_anew(self, key: Any) -> Layout:
-        self.layouts.clear()
-        return self._new_layout(key)
+        return layout.needs_grad != [p.requires_grad for p in self.places.parameters]
 
     def _skip(
         self,
@@ -337,10 +332,10 @@ class Region:
     def _is_same(self, layout: Layout, args: Any, kwargs: Any, result: Any) -> bool:
         """Run on plain tensors without autograd; compare the local results."""
         parameters = self.places.parameters
-        self._needs_grad = [p.requires_grad for p in parameters]
+        layout.needs_grad = [p.requires_grad for p in parameters]
         if torch.is_grad_enabled() and any(
             needs_grad and ("p", i) not in layout.watched
-            for i, needs_grad in enumerate(self._needs_grad)
+            for i, needs_grad in enumerate(layout.needs_grad)
         ):
             return False
         layout.points.is_checking, layout.points.position = True, 0

@@ -385,6 +385,23 @@ def test_parameters_may_thaw(rank):
             module.zero_grad()
 
 
+def test_parameters_may_thaw_while_the_module_is_called_in_another_mode():
+    with hd.as_rank(0):
+        module = distributed(Block(), hd.HDSpec.from_text("R / 0:R"))
+        region = region_of(module)
+        x = hd.distribute_tensor(torch.ones(4, 8), "R / 0:R", src_data_rank=None)
+        for trains, is_training in ((False, True), (True, False), (True, True), (False, False)):
+            module.requires_grad_(trains).train(is_training)
+            for _ in range(3):
+                y = module(x)
+                assert y.requires_grad == trains
+                if trains:
+                    y.sum().backward()
+                    assert all(p.grad is not None for p in module.parameters())
+                    module.zero_grad()
+        assert states(region) == ["running"] * 2
+
+
 class FirstFive(nn.Module):
     def __init__(self):
         super().__init__()

@@ -57,9 +57,11 @@ class Manner:
 
     Attributes:
         can_be_plain: Whether this rank's stage computes the same on plain tensors; None: it was not tried.
+        num_kept: Calls that could not be tried, since they changed what modules keep.
     """
 
     can_be_plain: bool | None = None
+    num_kept: int = 0
 
 
 @dataclass(slots=True)
@@ -80,6 +82,31 @@ class Learned:
     manner: Manner = field(default_factory=Manner)
     held: dict[int, Mapping[Any, Route]] = field(default_factory=dict)
     foreign: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+
+    def checked_held(
+        self, call: int, tensors: Mapping[Any, torch.Tensor], spec: HDSpec
+    ) -> Mapping[Any, Route]:
+        """Return the ways of what this rank's stage made and a layer of another one gets.
+
+        Args:
+            call: Number of the call of a stage point.
+            tensors: What the layer takes, by its place among the arguments.
+            spec: Of hidden states on the layer's stage.
+
+        Raises:
+            PipelineError: If a tensor that an earlier call showed is missing.
+        """
+        known = self.held.get(call, {})
+        for place, path in known.items():
+            x = tensors.get(place)
+            if x is None or x.shape != path.home.shape or x.dtype != path.after.dtype:
+                came = "nothing" if x is None else f"{x.dtype} of {list(x.shape)}"
+                raise PipelineError(
+                    f"a layer on ranks {list(spec.ranks)} is called with {came} where an earlier micro-batch of the same "
+                    f"shapes gave it {path.after.dtype} of {list(path.home.shape)} from an earlier stage. What goes from "
+                    f"stage to stage may depend on shapes, but not on values."
+                )
+        return known
 
     def check_foreign(self, call: int, tensors: Mapping[Any, torch.Tensor], border: Border) -> None:
         """Raise if a layer of this rank's gets tensors of other stages at other places than in an earlier call.

@@ -201,11 +201,7 @@ class Passage:
         return found
 
     def _held(self, tensors: Mapping[Any, torch.Tensor], spec: HDSpec) -> Mapping[Any, Route]:
-        """Return the ways of plain tensors that this rank's stage made; note them where they are no plain ones yet.
-
-        Raises:
-            PipelineError: If one that an earlier call showed is missing.
-        """
+        """Return the ways of plain tensors that this rank's stage made; note them where they are no plain ones yet."""
         if not self.is_plain:
             local = {i: x for i, x in tensors.items() if isinstance(x, HDTensor) and x.is_local}
             if local:
@@ -213,17 +209,7 @@ class Passage:
                     i: route(x._spec, spec_behind(spec, x.ndim)) for i, x in local.items()
                 }
             return {}
-        known = self.learned.held.get(self._num_calls, {})
-        for place, path in known.items():
-            x = tensors.get(place)
-            if x is None or x.shape != path.home.shape or x.dtype != path.after.dtype:
-                came = "nothing" if x is None else f"{x.dtype} of {list(x.shape)}"
-                raise PipelineError(
-                    f"a layer on ranks {list(spec.ranks)} is called with {came} where an earlier micro-batch of the same "
-                    f"shapes gave it {path.after.dtype} of {list(path.home.shape)} from an earlier stage. What goes from "
-                    f"stage to stage may depend on shapes, but not on values."
-                )
-        return known
+        return self.learned.checked_held(self._num_calls, tensors, spec)
 
     def _begin(self, border: Border) -> None:
         self._met.clear()

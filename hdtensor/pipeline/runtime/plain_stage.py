@@ -35,6 +35,9 @@ from hdtensor.pipeline.runtime.stage_points import StagePoint
 from hdtensor.tensor import HDTensor
 
 
+#: So many calls may fill caches before a stage is taken to keep state.
+_MAX_KEPT = 4
+
 _log = logging.getLogger(__name__)
 
 
@@ -176,12 +179,13 @@ class StageCall(Passage):
             return
         kept, self._data = self._stage.look_at(), _copied(self._part.data)
         super().advance()
-        if self._has_drawn():
-            self.learned.manner.can_be_plain = False
-        elif (
-            not kept.has_changed()
-        ):  # else once more would count twice; the next call may keep nothing
-            self.learned.manner.can_be_plain = self._stage.rehearse(self)
+        manner = self.learned.manner
+        if self._has_drawn() or manner.num_kept > _MAX_KEPT:
+            manner.can_be_plain = False
+        elif kept.has_changed():  # once more would count twice; the next call may keep nothing
+            manner.num_kept += 1
+        else:
+            manner.can_be_plain = self._stage.rehearse(self)
         self.came.clear()
         self.output = self._data = None
 
