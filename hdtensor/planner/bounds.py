@@ -31,9 +31,11 @@ from hdtensor.planner.tails import fastest_tails
 
 
 #: Numbers of lanes are bounded together from each of these up to the next.
-_LANE_STEPS = (1, 2, 4, 5, 6, 9)
+_LANE_STEPS = (1, 4, 6, 9)
 #: Relative width at which the bisection ends.
 _CLOSE = 2e-3
+#: Relative width of the first step down.
+_FIRST_STEP = 0.015
 #: With many sets no bound is sought that is nearer to the best step than this.
 _MANY_SETS, _SOUGHT = 2_000, 1.03
 #: Points of the lattice of devices, and sets of kinds, up to which lanes are bounded one by one.
@@ -94,11 +96,13 @@ def lower_bound(space: Space, high: float | None = None) -> Bound:
     classes = [LaneBound(sets, useful, least, most) for least, most in _lane_classes(space)]
     if top != high and not any(each.may_end_in(top) for each in classes):
         return Bound(top, work)
+    step = _FIRST_STEP
     while top > low * (1 + _CLOSE):
-        middle = (low * top) ** 0.5 if high is None else (low + 3 * top) / 4
+        # Most bounds are near the best step: steps down from there grow, until a bound is found.
+        middle = max(top * (1 - step), (low * top) ** 0.5)
         still = [each for each in classes if each.may_end_in(middle)]
         if still:  # what cannot end in this time cannot in a shorter one either
-            classes, top = still, middle
+            classes, top, step = still, middle, 2 * step
         else:
             low = middle
     return Bound(low, work)

@@ -80,20 +80,19 @@ class LaneSets:
         found = seconds / limit.fit
         if self.space.workload.schedule.lower() == "1f1b":
             many = ((seconds - 2 * limit.sums) / limit.slowest).max(axis=1) + self.stages + 1
-            few = _few(limit, seconds, self.phi)
+            few = _few(limit, np.full(len(found), seconds), self.phi)
             few = np.minimum(few, self.stages)
             found = np.minimum(found, np.where(many > self.stages, many, few))
         return _whole(found)
 
 
-def _few(limit: WholeLayers, seconds: Floats | float, phi: Floats) -> Floats:
+def _few(limit: WholeLayers, seconds: Floats, phi: Floats) -> Floats:
     """Return the most micro-batches with T >= A + (M - 1) (1 - phi) a and T >= M a, for each set."""
-    left = np.broadcast_to(np.asarray(seconds), phi.shape)
-    # as a chain: the first of both is T >= sums + (M - 1) a
-    sums = left[:, None] - (left[:, None] - limit.sums) / (1 - phi[:, None])
+    # As a chain: the first of both is T >= sums + (M - 1) a.
+    sums = seconds[:, None] - (seconds[:, None] - limit.sums) / (1 - phi[:, None])
     none, one = np.zeros(len(phi)), np.ones(len(phi))
     chain = _chain(np.arange(len(phi)), (limit.slowest, sums), one, none, none)
-    found: Floats = ((left[:, None] - chain.sums) / chain.slowest).max(axis=1) + 1
+    found: Floats = ((seconds[:, None] - chain.sums) / chain.slowest).max(axis=1) + 1
     return found
 
 
@@ -278,22 +277,19 @@ class LaneLimits:
         seconds = seconds * (1 + _ROUNDING)
         if self._schedule not in ("1f1b", "gpipe"):  # the first stage need not be the last to end
             return _whole((seconds - self._update) / limit.fit)
-        few = _few(limit, seconds - self._tail, sets.phi)
         if self._schedule == "gpipe":
-            return _whole(few)
-        many = np.zeros(len(few))
+            return _whole(_few(limit, seconds - self._tail, sets.phi))
+        many = np.zeros(len(sets.stages))
         for chain in self._chains:
             many[chain.rows] = np.maximum(many[chain.rows], chain.most(seconds))
-        full = (many >= sets.stages) | self._as_many_as_stages(seconds)
-        few = np.minimum(few, np.where(full, sets.stages, sets.stages - 1))
-        return _whole(np.where(many > sets.stages, many, few))
-
-    def _as_many_as_stages(self, seconds: float) -> npt.NDArray[np.bool_]:
-        """Return whether as many micro-batches as stages may be done with the slowest stage first."""
-        limit = self.sets.limits[self._m]
-        end = limit.sums + self._times[:, None] * limit.slowest + self._rest[:, None]
-        found: npt.NDArray[np.bool_] = (end <= seconds).any(axis=1)
-        return found
+        rows = np.flatnonzero(many <= sets.stages)
+        part, stages = limit.subset(rows), sets.stages[rows]
+        few = _few(part, seconds - self._tail[rows], sets.phi[rows])
+        # as many micro-batches as stages, with the slowest stage first
+        end = part.sums + self._times[rows, None] * part.slowest + self._rest[rows, None]
+        full = (many[rows] >= stages) | (end <= seconds).any(axis=1)
+        many[rows] = np.minimum(few, np.where(full, stages, stages - 1))
+        return _whole(many)
 
 
 def _whole(counts: Floats) -> Ints:
