@@ -227,12 +227,12 @@ def _holds(sets: LaneSets, m: int, sharers: int, ahead: int) -> npt.NDArray[np.b
     layers = np.clip(np.nan_to_num(fit, nan=0.0), 0, space.num_layers)
     most = np.full(len(sets.counts), np.inf)
     for number in np.unique(sets.stages):
-        mine = sets.stages == number
+        rows = np.flatnonzero(sets.stages == number)
         now = layers[:, :number]
-        for reference in now[:: 1 if ahead > 1 else len(now)]:
-            places = reference - reference[0]
-            kinds = (now - places).max(axis=1)
-            most[mine] = np.minimum(most[mine], sets.counts[mine] @ kinds + places.sum())
+        places = (now - now[:, :1])[:: 1 if ahead > 1 else len(now)]
+        kinds = (now[None] - places[:, None]).max(axis=2)
+        sums = sets.counts[rows].astype(float) @ kinds.T + places.sum(axis=1)
+        most[rows] = sums.min(axis=1)
     usable = (sets.counts[:, layers[:, 0] < 1] == 0).all(axis=1)
     found: npt.NDArray[np.bool_] = usable & (most >= space.num_layers)
     return found

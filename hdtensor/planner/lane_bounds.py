@@ -79,7 +79,7 @@ class LaneSets:
         limit, seconds = self.limits[m], seconds * (1 + _ROUNDING)
         found = seconds / limit.fit
         if self.space.workload.schedule.lower() == "1f1b":
-            many = ((seconds - 2 * limit.sums) / limit.slowest).max(axis=1) + self.stages + 1
+            many = ((seconds - 2 * limit.sums) / limit.slowest).max(axis=0) + self.stages + 1
             few = _few(limit, np.full(len(found), seconds), self.phi)
             few = np.minimum(few, self.stages)
             found = np.minimum(found, np.where(many > self.stages, many, few))
@@ -89,10 +89,10 @@ class LaneSets:
 def _few(limit: WholeLayers, seconds: Floats, phi: Floats) -> Floats:
     """Return the most micro-batches with T >= A + (M - 1) (1 - phi) a and T >= M a, for each set."""
     # As a chain: the first of both is T >= sums + (M - 1) a.
-    sums = seconds[:, None] - (seconds[:, None] - limit.sums) / (1 - phi[:, None])
+    sums = seconds - (seconds - limit.sums) / (1 - phi)
     none, one = np.zeros(len(phi)), np.ones(len(phi))
     chain = _chain(np.arange(len(phi)), (limit.slowest, sums), one, none, none)
-    found: Floats = ((seconds[:, None] - chain.sums) / chain.slowest).max(axis=1) + 1
+    found: Floats = ((seconds - chain.sums) / chain.slowest).max(axis=0) + 1
     return found
 
 
@@ -122,7 +122,7 @@ class WholeLayers:
 
     Attributes:
         fit: The least a with which whole layers fit, of shape (sets,).
-        slowest: Values of a at which the least A = sum_s a_s has corners, of shape (sets, corners).
+        slowest: Values of a at which the least A = sum_s a_s has corners, of shape (corners, sets).
         sums: The least A for them, likewise.
     """
 
@@ -137,13 +137,13 @@ class WholeLayers:
         entries = _Entries(counts.astype(float), seconds[known], seconds[known])
         rest = sets.least(prices.first[:, m]) + sets.least(prices.last[:, m])
         self.slowest, sums = entries.corners(self.fit, float(space.num_layers))
-        self.sums: Floats = sums + np.where(np.isfinite(rest), rest, 0.0)[:, None]
+        self.sums: Floats = sums + np.where(np.isfinite(rest), rest, 0.0)
 
     def subset(self, rows: npt.NDArray[np.bool_] | Ints) -> WholeLayers:
         """Return what is asked of some of the sets."""
         other = object.__new__(WholeLayers)
-        other.fit, other.slowest = self.fit[rows], self.slowest[rows]
-        other.sums = self.sums[rows]
+        other.fit, other.slowest = self.fit[rows], self.slowest[:, rows]
+        other.sums = self.sums[:, rows]
         return other
 
 
@@ -161,27 +161,31 @@ class _Entries(NamedTuple):
     seconds: Floats
 
     def corners(self, fit: Floats, num_layers: float) -> tuple[Floats, Floats]:
-        """Return values of a, not falling, and the least costs of all layers for them, of shape (sets, corners).
+        """Return values of a, not falling, and the least costs of all layers for them, of shape (corners, sets).
 
         Each stage has a layer; the cheapest stages take all others, as far as a allows. At a corner some
         stages take all that they may, the others one layer. What is below ``fit`` is replaced by it.
         """
         order = np.argsort(self.costs, kind="stable")
-        counts, costs, seconds = self.counts[:, order], self.costs[order], self.seconds[order]
-        low, speeds = counts * costs, np.cumsum(counts / seconds, axis=1)
-        others = np.cumsum(counts[:, ::-1], axis=1)[:, ::-1] - counts
-        points = (num_layers - others) / np.maximum(speeds, 1e-30)
-        behind = np.cumsum(low[:, ::-1], axis=1)[:, ::-1] - low
-        sums = np.cumsum(low / seconds, axis=1) * points + behind
-        left, at_fit = num_layers - counts.sum(axis=1), low.sum(axis=1)
+        counts, costs, seconds = self.counts[:, order].T, self.costs[order], self.seconds[order]
+        num, total = len(costs), counts.sum(axis=0)
+        points = np.empty((num + 1, len(fit)))
+        sums = np.empty_like(points)
+        left, low = num_layers - total, costs @ counts
+        speed, filled = np.zeros(len(fit)), np.zeros(len(fit))
+        at_fit, others, behind = low.copy(), total, low
         for k, each in enumerate(seconds):
-            done = np.minimum(left, counts[:, k] * np.maximum(fit / each - 1, 0))
-            at_fit, left = at_fit + done * costs[k], left - done
-        points, sums = points[:, ::-1], sums[:, ::-1]
-        usable = (points >= fit[:, None]) & (speeds[:, ::-1] > 0)
-        points = np.where(usable, points, fit[:, None])
-        sums = np.where(usable, sums, at_fit[:, None])
-        return np.column_stack([fit, points]), np.column_stack([at_fit, sums])
+            count, cost = counts[k], costs[k]
+            done = np.minimum(left, count * np.maximum(fit / each - 1, 0))
+            at_fit, left = at_fit + done * cost, left - done
+            others, behind = others - count, behind - count * cost
+            speed, filled = speed + count / each, filled + count * (cost / each)
+            point = (num_layers - others) / np.maximum(speed, 1e-30)
+            usable = (point >= fit) & (speed > 0)
+            points[num - k] = np.where(usable, point, fit)
+            sums[num - k] = np.where(usable, filled * point + behind, np.nan)
+        points[0], sums[0] = fit, at_fit
+        return points, np.where(np.isnan(sums), at_fit, sums)
 
 
 class _Chain(NamedTuple):
@@ -189,7 +193,7 @@ class _Chain(NamedTuple):
 
     Attributes:
         rows: Numbers of the sets.
-        slowest: Values of a, one of which allows the most, of shape (rows, corners).
+        slowest: Values of a, one of which allows the most, of shape (corners, rows).
         sums: Costs and rest there, likewise.
         more: Of shape (rows,).
     """
@@ -201,7 +205,7 @@ class _Chain(NamedTuple):
 
     def most(self, seconds: float) -> Floats:
         """Return the most micro-batches in a time, of shape (rows,)."""
-        found: Floats = ((seconds - self.sums) / self.slowest).max(axis=1) + self.more
+        found: Floats = ((seconds - self.sums) / self.slowest).max(axis=0) + self.more
         return np.floor(found + _ROUNDING)
 
 
@@ -210,18 +214,18 @@ def _chain(
 ) -> _Chain:
     """Return a chain whose corners are cut where M a + tail is what limits."""
     slowest, sums = corners
-    sums = sums + rest[:, None]
-    spare = sums - more[:, None] * slowest - tail[:, None]  # falls with a; below 0 M a limits
+    sums = sums + rest
+    spare = sums - more * slowest - tail  # falls with a; below 0 M a limits
     over = spare < 0
-    row, column = np.nonzero(over[:, 1:] & ~over[:, :-1])
-    part = spare[row, column] / (spare[row, column] - spare[row, column + 1])
-    cut = slowest[row, column] * (1 - part) + slowest[row, column + 1] * part
-    slowest = np.where(over, slowest[:, :1], slowest)
-    sums = np.where(over, sums[:, :1], sums)
-    slowest[row, column + 1] = cut
-    sums[row, column + 1] = more[row] * cut + tail[row]
-    never = over[:, 0]
-    sums[never] = (more * slowest[:, 0] + tail)[never][:, None]
+    corner, row = np.nonzero(over[1:] & ~over[:-1])
+    part = spare[corner, row] / (spare[corner, row] - spare[corner + 1, row])
+    cut = slowest[corner, row] * (1 - part) + slowest[corner + 1, row] * part
+    slowest = np.where(over, slowest[0], slowest)
+    sums = np.where(over, sums[0], sums)
+    slowest[corner + 1, row] = cut
+    sums[corner + 1, row] = more[row] * cut + tail[row]
+    never = over[0]
+    sums[:, never] = (more * slowest[0] + tail)[never]
     return _Chain(rows, slowest, sums, more)
 
 
@@ -286,8 +290,8 @@ class LaneLimits:
         part, stages = limit.subset(rows), sets.stages[rows]
         few = _few(part, seconds - self._tail[rows], sets.phi[rows])
         # as many micro-batches as stages, with the slowest stage first
-        end = part.sums + self._times[rows, None] * part.slowest + self._rest[rows, None]
-        full = (many[rows] >= stages) | (end <= seconds).any(axis=1)
+        end = part.sums + self._times[rows] * part.slowest + self._rest[rows]
+        full = (many[rows] >= stages) | (end <= seconds).any(axis=0)
         many[rows] = np.minimum(few, np.where(full, stages, stages - 1))
         return _whole(many)
 
