@@ -75,12 +75,13 @@ def work_bound(space: Space) -> float:
     return float(space.workload.batch * (space.num_layers + beside) / total)
 
 
-def lower_bound(space: Space, high: float | None = None) -> Bound:
+def lower_bound(space: Space, high: float | None = None, *, whole_layers: bool = True) -> Bound:
     """Return a lower bound on the step of every strategy of a space.
 
     Args:
         space: What the search knows.
         high: The step of some strategy, above which the bound cannot be; default any.
+        whole_layers: Whether stages have whole layers. Without, what the bound loses is the part that whole layers cost.
     """
     work = work_bound(space)
     if (
@@ -89,7 +90,7 @@ def lower_bound(space: Space, high: float | None = None) -> Bound:
     ):
         return Bound(work, work)
     low, top = work, high or 64 * work
-    sets = LaneSets(space)
+    sets = LaneSets(space, whole_layers=whole_layers)
     if len(sets.counts) > _MANY_SETS and high is not None:
         top = max(low, high / _SOUGHT)
     useful = _useful(sets, top)

@@ -33,11 +33,12 @@ class LaneSets:
         phi: The lesser of the parts that forwards and backwards have in a stage, at most; 0 for GPipe. Of shape (sets,).
     """
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: Space, *, whole_layers: bool = True) -> None:
         """Enumerate all of them.
 
         Args:
             space: What the search knows.
+            whole_layers: Whether stages have whole layers; else one or more, and parts.
         """
         self.space = space
         self.counts, self.devices = _all_sets(space)
@@ -45,7 +46,7 @@ class LaneSets:
         self._used = np.ascontiguousarray(self.counts.T > 0)
         gpipe = space.workload.schedule.lower() == "gpipe"
         self.phi: Floats = -self.least(-_lesser_shares(space)) * (not gpipe)
-        limits = [WholeLayers(self, m) for m in range(len(space.prices.mbs))]
+        limits = [WholeLayers(self, m, whole_layers) for m in range(len(space.prices.mbs))]
         self.limits: tuple[WholeLayers, ...] = tuple(limits)
 
     def subset(self, rows: npt.NDArray[np.bool_] | Ints) -> LaneSets:
@@ -118,7 +119,7 @@ def _all_sets(space: Space) -> tuple[Ints, Ints]:
 
 
 class WholeLayers:
-    """What whole layers, and all stages together, ask of a = max_s a_s.
+    """What whole layers, and all stages together, ask of the slowest stage's a.
 
     Attributes:
         fit: The least a with which whole layers fit, of shape (sets,).
@@ -126,13 +127,17 @@ class WholeLayers:
         sums: The least A for them, likewise.
     """
 
-    def __init__(self, sets: LaneSets, m: int) -> None:
+    def __init__(self, sets: LaneSets, m: int, whole: bool) -> None:
         space, prices = sets.space, sets.space.prices
         seconds = prices.layer[:, m]
         known = np.isfinite(seconds)
         beside = (prices.first[:, m][known], prices.last[:, m][known])
         counts = sets.counts[:, known]
-        fit = _least_with_whole_layers(counts, seconds[known], beside, space.num_layers)
+        if whole:
+            fit = _least_with_whole_layers(counts, seconds[known], beside, space.num_layers)
+        else:
+            fit = space.num_layers / np.maximum(counts @ (1 / seconds[known]), 1e-30)
+            fit = np.maximum(fit, (seconds[known] * (counts > 0)).max(axis=1, initial=0))
         self.fit: Floats = np.where((sets.counts[:, ~known] > 0).any(axis=1), _NEVER, fit)
         entries = _Entries(counts.astype(float), seconds[known], seconds[known])
         rest = sets.least(prices.first[:, m]) + sets.least(prices.last[:, m])
@@ -345,7 +350,8 @@ def _least_with_whole_layers(
                 least[rows] = np.minimum(least[rows], part[at, k])
         enough = fit - np.where(alone, both, first + last) >= num_layers
         high, low = np.where(enough, middle, high), np.where(enough, low, middle + 1)
-    return times[low]
+    found: Floats = times[low]
+    return found
 
 
 def _lesser_shares(space: Space) -> Floats:
