@@ -33,7 +33,7 @@ from hdtensor.planner.tails import fastest_tails
 #: Numbers of lanes are bounded together from each of these up to the next.
 _LANE_STEPS = (1, 4, 6, 9)
 #: Relative width at which the bisection ends.
-_CLOSE = 2e-3
+_CLOSE = 3e-3
 #: Relative width of the first step down.
 _FIRST_STEP = 0.015
 #: With many sets no bound is sought that is nearer to the best step than this.
