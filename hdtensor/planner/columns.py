@@ -114,17 +114,18 @@ class _Loads:
 class ColumnMaker:
     """Makes columns of shapes, for a number of lanes."""
 
-    def __init__(self, space: Space, num_lanes: int) -> None:
+    def __init__(self, space: Space, num_lanes: int, messages: Floats | None = None) -> None:
         """Ask the cost model for all that depends on the number of lanes.
 
         Args:
             space: What the search knows.
             num_lanes: Lanes that share optimizer state and synchronize gradients; more is no harm.
+            messages: What ``find_messages`` says, if that is known: it does not depend on the lanes.
         """
         self.space = space
         self._sharers = num_lanes if space.workload.zero else 1
         self._tails = usual_tails(space, num_lanes)
-        self._messages = find_messages(space)
+        self._messages = find_messages(space) if messages is None else messages
 
     def make(self, shapes: Sequence[Shape]) -> list[Columns]:
         """Return the columns of shapes with every size of micro-batch, without those that memory forbids."""
@@ -143,8 +144,9 @@ class ColumnMaker:
         able = (loads.max_layers >= 1).all(axis=1) & (
             loads.max_layers.sum(axis=1) >= space.num_layers
         )
-        kinds = kinds[able]
-        loads = self._loads(kinds, m)
+        if not able.all():
+            kinds = kinds[able]
+            loads = self._loads(kinds, m)
         layers = split_layers(loads, space.num_layers)
         per, beside = constraints(loads, layers)
         devices = np.zeros((len(kinds), len(space.pools)), dtype=np.int64)

@@ -50,16 +50,16 @@ class _State(NamedTuple):
         """Return by how much every time is later than in an older state, None if not by the same."""
         step = self.worker[0] - old.worker[0]
         slack = _SAME * self.worker[0]
-        pairs = ((new - then) for new, then in zip(self.worker, old.worker, strict=True))
-        if any(abs(by - step) > slack for by in pairs):
-            return None
-        num = len(self.worker)
-        # Nobody waits for hidden states of the last stage, nor for gradients of the first one.
-        for by in (self.forward[i] - old.forward[i] for i in range(num - 1)):
-            if abs(by - step) > slack:
+        low, high = step - slack, step + slack
+        for new, then in zip(self.worker, old.worker, strict=True):
+            if not low <= new - then <= high:
                 return None
-        for by in (self.backward[i] - old.backward[i] for i in range(1, num)):
-            if abs(by - step) > slack:
+        last = len(self.worker) - 1
+        # Nobody waits for hidden states of the last stage, nor for gradients of the first one.
+        for i in range(last):
+            if not low <= self.forward[i] - old.forward[i] <= high:
+                return None
+            if not low <= self.backward[i + 1] - old.backward[i + 1] <= high:
                 return None
         return step
 

@@ -15,7 +15,7 @@ from hdtensor.planner.packing import pack, relax
 from hdtensor.planner.place import LaneDraft
 from hdtensor.planner.refine import LaneClock
 from hdtensor.planner.shapes import Shape
-from hdtensor.planner.space import Ints, Space
+from hdtensor.planner.space import Floats, Ints, Space
 
 
 #: Relative width at which bisections of a time end.
@@ -27,16 +27,23 @@ _RANKED = 6
 class Level:
     """Lanes, with the costs of a step that has at least a number of lanes."""
 
-    def __init__(self, space: Space, shapes: Sequence[Shape], num_lanes: int) -> None:
+    def __init__(
+        self,
+        space: Space,
+        shapes: Sequence[Shape],
+        num_lanes: int,
+        messages: Floats | None = None,
+    ) -> None:
         """Make the table.
 
         Args:
             space: What the search knows.
             shapes: Shapes of lanes.
             num_lanes: Lanes that share optimizer state.
+            messages: What ``find_messages`` says, if that is known.
         """
         self.space, self.num_lanes = space, num_lanes
-        self.maker = ColumnMaker(space, num_lanes)
+        self.maker = ColumnMaker(space, num_lanes, messages)
         self.clock = LaneClock(space, self.maker)
         self.columns: list[Columns] = self.maker.make(shapes)
         self.starts = np.cumsum([0, *(len(c.kinds) for c in self.columns)])

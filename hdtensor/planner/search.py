@@ -20,6 +20,7 @@ import numpy as np
 
 from hdtensor.errors import PlannerError
 from hdtensor.planner.bounds import Bound, lower_bound, work_bound
+from hdtensor.planner.columns import find_messages
 from hdtensor.planner.levels import Level, deal, describe
 from hdtensor.planner.place import LaneDraft, place
 from hdtensor.planner.refine import refine_layers, refine_microbatches
@@ -143,6 +144,7 @@ class _Run:
         self.candidates: list[Candidate] = []
         self.levels: list[Level] = []
         self.is_complete = False
+        self._messages = find_messages(space)
         self._report, self._should_stop = report, should_stop
 
     @property
@@ -174,7 +176,7 @@ class _Run:
         return not (found_some and self._should_stop and self._should_stop())
 
     def _level(self, shapes: Sequence[Shape], num_lanes: int) -> None:
-        level = Level(self.space, shapes, num_lanes)
+        level = Level(self.space, shapes, num_lanes, self._messages)
         if not len(level):
             return
         self.levels.append(level)

@@ -30,9 +30,10 @@ def find_shapes(space: Space, most: int = _COMPLETE) -> tuple[list[Shape], bool]
         space: What the search knows.
         most: Shapes up to which all are returned.
     """
-    every = list(itertools.islice(_all_shapes(space), most + 1))
-    if len(every) <= most:
-        return every, True
+    if _least_number(space) <= most:
+        every = list(itertools.islice(_all_shapes(space), most + 1))
+        if len(every) <= most:
+            return every, True
     return list(_block_shapes(space)), False
 
 
@@ -56,6 +57,17 @@ def fits(space: Space, kinds: Sequence[int]) -> bool:
             if sum(s // size for s in sizes if s >= size) > pool.room(size):
                 return False
     return True
+
+
+def _least_number(space: Space) -> int:
+    """Return a number of shapes that there are at least: all of groups up to a size, while each pool has room for as many."""
+    found, usable = 0, _usable(space)
+    for size in {space.kinds[k].size for k in usable}:
+        kinds = [k for k in usable if space.kinds[k].size <= size]
+        room = min(space.pools[space.kinds[k].pool].room(size) for k in kinds)
+        longest = min(space.options.max_stages, space.num_layers, room)
+        found = max(found, sum(len(kinds) ** length for length in range(1, longest + 1)))
+    return found
 
 
 def _all_shapes(space: Space) -> Iterator[Shape]:

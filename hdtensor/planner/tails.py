@@ -74,10 +74,20 @@ def fastest_tails(space: Space, num_lanes: int) -> Tails:
 
     def sync(kind: int, span: LayerSpan) -> float:
         group: StageGroup = space.kinds[kind].group
-        return min(
+        found = min(
             space.costs.synchronize((group,) * num_lanes, span, link)
-            for link in _possible_links(space, kind, num_lanes)
+            for link in _links_between(space)
         )
+        pool = space.pools[space.kinds[kind].pool]
+        if max(map(len, pool.ranks)) < space.kinds[kind].size + num_lanes - 1:
+            return found
+        # In one node some copy has no more than its part of the node; as many ranks is the most for its TP.
+        part = max(map(len, pool.ranks)) // num_lanes
+        few = max(
+            k.group.tp for k in space.kinds if k.size <= part and k.pool == space.kinds[kind].pool
+        )
+        groups = (group,) * (num_lanes - 1) + (group._replace(tp=min(few, group.tp)),)
+        return min(found, space.costs.synchronize(groups, span, pool.inside))
 
     return _tails(space, num_lanes, sync)
 
@@ -104,16 +114,12 @@ def _crossing_link(space: Space, kind: int) -> Link:
     return slowest_link(space.cluster, pool.nodes[:1], nodes, users)
 
 
-def _possible_links(space: Space, kind: int, num_lanes: int) -> list[Link]:
-    """Return links of which one is at least as fast as any over which the copies of a stage can be summed."""
+def _links_between(space: Space) -> list[Link]:
+    """Return links of which one is at least as fast as any between nodes."""
     cluster = space.cluster
     links = [cluster.between, *cluster.links.values()]
     uplinks = [node.uplink for node in cluster.nodes]
     most = max((rate for rate in uplinks if rate is not None), default=None)
     if most is not None and None not in uplinks:
         links = [Link(min(link.bandwidth, most), link.latency) for link in links]
-    pool = space.pools[space.kinds[kind].pool]
-    needed = space.kinds[kind].size + num_lanes - 1
-    if max(map(len, pool.ranks)) >= needed:
-        links.append(pool.inside)
     return links

@@ -38,6 +38,7 @@ class TableCosts(CostModel):
     last: float = 0.5
     fixed: float = 0.2
     num_bytes: float = 0.5
+    num_bytes_sent: float | None = None  # of a message; default as many as a layer has
     memory_per_layer: float = 1.0
     held_per_layer: float = 0.2
     is_zero: bool = False
@@ -49,7 +50,8 @@ class TableCosts(CostModel):
         return UnitSeconds(self.forward * total, (1 - self.forward) * total)
 
     def message(self, sender, receiver, link, mbs):
-        return send_seconds(self.num_bytes * mbs, link)
+        sent = self.num_bytes if self.num_bytes_sent is None else self.num_bytes_sent
+        return send_seconds(sent * mbs, link)
 
     def memory(self, group, layers, mbs):
         count = (layers.num_layers + layers.is_first + layers.is_last) / group.tp
