@@ -34,6 +34,7 @@ from hdtensor.planner.models import find_model
 from hdtensor.planner.page import save_page
 from hdtensor.planner.planning import find_plan, predict
 from hdtensor.planner.profile import ProfileOptions, missing_points, profile
+from hdtensor.planner.profile_world import launched_world
 from hdtensor.planner.progress import Interrupt, ProgressBar
 from hdtensor.planner.space import SearchOptions, make_space
 from hdtensor.planner.strategy import Strategy
@@ -239,7 +240,8 @@ def add_profile(commands: Commands) -> None:
         "profile",
         help="measure a model's units and transfers on this machine",
         description="Measure attention, MLP, embedding and head, forward and backward, and transfers by size, on the "
-        "devices at hand. A second run with the same file measures what the first one left out.",
+        "devices at hand. A second run with the same file measures what the first one left out. Under torchrun "
+        "collectives go over all of its processes, and the first one measures units and writes.",
         allow_abbrev=False,
     )
     default = ProfileOptions()
@@ -278,12 +280,15 @@ def _profile(options: argparse.Namespace) -> int:
         precision=options.precision,
         max_seconds=options.seconds,
     )
-    with ProgressBar("measuring") as bar:
-        found = profile(find_model(options.model), wanted, path=options.output, progress=bar.update)
+    model = find_model(options.model)
+    with launched_world() as rank, ProgressBar("measuring", is_quiet=rank > 0) as bar:
+        found = profile(model, wanted, path=options.output, progress=bar.update)
+        units, transfers = missing_points(found, wanted)
+    if rank > 0:
+        return 0
     if options.json:
         print_json(found.to_dict())
         return 0
-    units, transfers = missing_points(found, wanted)
     sys.stdout.write(
         f"{found.device}: {len(found.units)} measurements of units and {len(found.transfers)} of transfers in "
         f"{options.output}\n"
