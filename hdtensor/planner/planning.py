@@ -16,7 +16,7 @@ from hdtensor.planner.profiles import Profile
 from hdtensor.planner.roofline import RooflineCosts
 from hdtensor.planner.score import Scorer
 from hdtensor.planner.search import Progress, SearchResult, search
-from hdtensor.planner.simulate import simulate_strategy
+from hdtensor.planner.simulate import busiest_stage, simulate_strategy
 from hdtensor.planner.space import Space
 from hdtensor.planner.summary import Summary, summarize
 from hdtensor.planner.why import batch_moves, layer_moves
@@ -105,10 +105,12 @@ def find_plan(
     """
     result = search(space, report=report, should_stop=should_stop)
     planned = Planned(result.strategy, model, space.cluster, space.workload)
-    return _polished(planned, result)
+    return _polished(planned, result, should_stop)
 
 
-def _polished(planned: Planned, result: SearchResult) -> tuple[Planned, SearchResult]:
+def _polished(
+    planned: Planned, result: SearchResult, should_stop: Callable[[], bool] | None
+) -> tuple[Planned, SearchResult]:
     """Return a plan after layers and micro-batches were moved one by one, as long as that makes the step shorter.
 
     The search gives them out lane by lane; the step ends with the slowest lane and what all lanes do together.
@@ -116,10 +118,12 @@ def _polished(planned: Planned, result: SearchResult) -> tuple[Planned, SearchRe
     space = result.space
     scorer = Scorer(space)
     for _ in range(_MOST_MOVES):
-        bottleneck = predict(planned, space.costs).bottleneck
+        if should_stop is not None and should_stop():
+            break
+        lane, stage = busiest_stage(planned.strategy, planned.cluster, space.costs)
         moves = (
-            *layer_moves(planned.strategy, bottleneck.lane, bottleneck.stage),
-            *batch_moves(planned.strategy, bottleneck.lane),
+            *layer_moves(planned.strategy, lane, stage),
+            *batch_moves(planned.strategy, lane),
         )
         scored = [found for strategy, _ in moves if (found := scorer.score(strategy)) is not None]
         best = min(scored, key=lambda found: found.seconds, default=None)
