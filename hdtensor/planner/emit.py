@@ -79,7 +79,7 @@ def emit(
             Pipeline(stages=tuple(stages), microbatches=lane.num_microbatches, mbs=lane.mbs)
         )
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    purpose = {
+    purpose: dict[str, Any] = {
         "model": model.name if MODELS.get(model.name) == model else dataclasses.asdict(model),
         "cluster": cluster_to_fields(cluster),
         "workload": dataclasses.asdict(workload),
