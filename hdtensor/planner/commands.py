@@ -32,7 +32,7 @@ from hdtensor.planner.emit import Planned, emit
 from hdtensor.planner.library import ALIASES, DEVICES, find_device
 from hdtensor.planner.models import find_model
 from hdtensor.planner.page import save_page
-from hdtensor.planner.planning import find_plan, predict
+from hdtensor.planner.planning import explained, find_plan, predict
 from hdtensor.planner.profile import ProfileOptions, missing_points, profile
 from hdtensor.planner.profile_world import launched_world
 from hdtensor.planner.progress import Interrupt, ProgressBar
@@ -47,7 +47,6 @@ from hdtensor.planner.space import make_space
 from hdtensor.planner.strategy import Strategy
 from hdtensor.planner.summary import Summary
 from hdtensor.planner.text_report import bytes_text, seconds_text, step_text, table_lines
-from hdtensor.planner.why import why_of
 from hdtensor.planner.workload import PRECISIONS
 
 
@@ -97,10 +96,8 @@ def _plan(options: argparse.Namespace) -> int:
         else:
             found = replan_of(options)
     planned, result, costs, lost, facts = found
-    summary = predict(planned, costs)
-    why = why_of(result, summary, costs)
-    summary = replace(summary, why=why)
-    predicted = {"step_seconds": summary.prediction.seconds, **why}
+    summary = explained(planned, result, costs).summary
+    predicted = {"step_seconds": summary.prediction.seconds, **summary.why}
     label = f"{planned.model.name}, {planned.workload.batch} samples"
     plan = emit(planned, label=label, predicted=predicted, lost=lost)
     if options.output is not None:
