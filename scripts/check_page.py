@@ -25,10 +25,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from hdtensor import AnnotationPlan  # noqa: E402 - the repository is on the path by now
-from hdtensor.planner.emit import read_planned  # noqa: E402
+from hdtensor.planner.cluster_text import cluster_of_text  # noqa: E402
+from hdtensor.planner.emit import Planned, read_planned  # noqa: E402
+from hdtensor.planner.models import find_model  # noqa: E402
 from hdtensor.planner.page import page_html  # noqa: E402
 from hdtensor.planner.page_style import stage_color  # noqa: E402
 from hdtensor.planner.planning import make_costs, predict  # noqa: E402
+from hdtensor.planner.strategy import LaneChoice, StageChoice, Strategy  # noqa: E402
+from hdtensor.planner.workload import Workload  # noqa: E402
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "msedge")
@@ -162,14 +166,43 @@ def _paeth(left, up, corner):
     return out
 
 
-def check(browser):
-    """Return the number of faults, after printing each."""
+def made_up(num_lanes):
+    """Return a plan of one rank, or of lanes of 16 ranks where every other lane has another share of the batch."""
+    model = find_model("llama-7b")
+    if num_lanes == 1:
+        lanes = [LaneChoice((StageChoice((0,), 32, 1),), 4, 1)]
+        cluster = cluster_of_text("1x H20")
+    else:
+        fast = num_lanes * 8
+        lanes = []
+        for lane in range(num_lanes):
+            first, second = (
+                range(lane * 8, lane * 8 + 8),
+                range(fast + lane * 8, fast + lane * 8 + 8),
+            )
+            stages = (StageChoice(tuple(first), 20, 8), StageChoice(tuple(second), 12, 8))
+            lanes.append(LaneChoice(stages, 4 + lane % 2, 1))
+        cluster = cluster_of_text(f"{fast}x H800 + {fast}x H20")
+    batch = sum(lane.num_microbatches for lane in lanes)
+    work = Workload(batch=batch, context=2048)
+    return Planned(Strategy(tuple(lanes)), model, cluster, work)
+
+
+def all_planned():
+    """Return label -> plan: some of the paper's, and the smallest and a large one."""
     plans = json.loads((ROOT / "tests" / "paper" / "data" / "plans.json").read_text())["plans"]
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    num_faults = 0
+    found = {}
     for label in LABELS:
         value = next(plan for plan in plans if plan["label"].startswith(label))
-        planned = read_planned(AnnotationPlan.from_dict(value))
+        found[label] = read_planned(AnnotationPlan.from_dict(value))
+    return {**found, "1 rank": made_up(1), "1,024 ranks": made_up(64)}
+
+
+def check(browser):
+    """Return the number of faults, after printing each."""
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    num_faults = 0
+    for label, planned in all_planned().items():
         summary = predict(planned, make_costs(planned.model, planned.workload, planned.cluster))
         page = page_html(summary)
         name = re.sub(r"\W+", "_", label)
