@@ -90,18 +90,21 @@ def add_plan(commands: Commands) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     started = time.monotonic()
-    with Interrupt() as interrupt, ProgressBar("searching") as bar:
-        if options.replan is None:
-            found = _search(options, bar, lambda: interrupt.is_set() or _is_late(started, options))
-        else:
-            found = replan_of(options)
-    planned, result, costs, lost, facts = found
-    summary = explained(planned, result, costs).summary
-    predicted = {"step_seconds": summary.prediction.seconds, **summary.why}
-    label = f"{planned.model.name}, {planned.workload.batch} samples"
-    plan = emit(planned, label=label, predicted=predicted, lost=lost)
-    if options.output is not None:
-        plan.save(options.output)
+    with Interrupt() as interrupt:  # until the plan is written, so that no Ctrl-C loses it
+        with ProgressBar("searching") as bar:
+            if options.replan is None:
+                found = _search(
+                    options, bar, lambda: interrupt.is_set() or _is_late(started, options)
+                )
+            else:
+                found = replan_of(options)
+        planned, result, costs, lost, facts = found
+        summary = explained(planned, result, costs).summary
+        predicted = {"step_seconds": summary.prediction.seconds, **summary.why}
+        label = f"{planned.model.name}, {planned.workload.batch} samples"
+        plan = emit(planned, label=label, predicted=predicted, lost=lost)
+        if options.output is not None:
+            plan.save(options.output)
     uniform = None
     if options.uniform and result.uniform is not None:
         uniform = predict(planned._replace(strategy=result.uniform.strategy), costs)
