@@ -214,7 +214,7 @@ def _row(summary: Summary, group: LaneGroup, stage: StageSummary, bar: str, text
     lanes = group.title.removesuffix(" (alike)")
     return (
         f'<div class="row"><div class="name"><i style="background:{color}"></i>{lanes}, stage {stage.stage} '
-        f'<span class="faint">{escape(stage.device)}, ranks {group_ranks_text(summary, group, stage.stage, 60)}</span></div>'
+        f'<span class="faint">{escape(stage.device)}, ranks {group_ranks_text(summary, group, stage.stage, 30)}</span></div>'
         f'<div>{bar}<div class="value">{text}</div></div></div>'
     )
 
