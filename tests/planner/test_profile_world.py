@@ -27,7 +27,7 @@ def launch(*arguments):
         [*command, "-m", "hdtensor", "profile", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
