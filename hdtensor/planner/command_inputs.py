@@ -21,22 +21,25 @@ from hdtensor.planner.emit import Planned, read_planned
 from hdtensor.planner.planning import make_costs
 from hdtensor.planner.profiles import Profile
 from hdtensor.planner.quantities import planner_errors
+from hdtensor.planner.space import SearchOptions
 from hdtensor.planner.workload import OPTIMIZERS, PRECISIONS, SCHEDULES, Workload
 
 
 _MOST_DIGITS = 12
 
 
-def add_cluster(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup, default: str | None
-) -> None:
-    """Add the options that say a cluster."""
+def add_cluster(parser: argparse.ArgumentParser | argparse._ArgumentGroup, default: str) -> None:
+    """Add the options that say a cluster.
+
+    Args:
+        parser: Where to.
+        default: What it is without them, in words.
+    """
     parser.add_argument(
         "--cluster",
         metavar="WHAT",
-        default=default,
         help="a text such as '16x H800 + 32x H20', a YAML or JSON file, a file of what `nvidia-smi topo -m` "
-        f"printed, slurm, or this; default {default or 'what the plan says'}",
+        f"printed, slurm, or this; default {default}",
     )
     parser.add_argument(
         "--device", metavar="NAME", help="kind of devices, for slurm and nvidia-smi"
@@ -66,6 +69,37 @@ def add_profiles(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> N
     )
 
 
+def add_search(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the options that say what plans may look like."""
+    default = SearchOptions()
+    for name, key, words in (
+        ("--tp", "tp_degrees", "degrees"),
+        ("--cp", "cp_degrees", "degrees"),
+        ("--mbs", "mbs", "samples of a micro-batch"),
+    ):
+        usual = getattr(default, key)
+        text = f"{words}; default {','.join(map(str, usual))}"
+        parser.add_argument(name, dest=key, type=numbers, default=usual, metavar="N,N", help=text)
+    for name, words in (
+        ("max_stages", f"of a lane; default {default.max_stages}"),
+        ("min_lanes", "2 or more keep a copy"),
+        ("max_lanes", "default any number"),
+    ):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=number,
+            default=getattr(default, name),
+            metavar="N",
+            help=words,
+        )
+
+
+def search_options(options: argparse.Namespace) -> SearchOptions:
+    """Return what plans may look like by the options."""
+    names = ("tp_degrees", "cp_degrees", "mbs", "max_stages", "min_lanes", "max_lanes")
+    return SearchOptions(**{name: getattr(options, name) for name in names})
+
+
 def add_plan_file(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add what reads a plan and what it does not say."""
     parser.add_argument("--label", metavar="TEXT", help="which plan of a file of several")
@@ -75,14 +109,14 @@ def add_plan_file(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> 
         help="a known name, or a config.json; default: what the plan says",
     )
     parser.add_argument("--batch", type=number, metavar="N", help="samples of a step")
-    add_cluster(parser, None)
+    add_cluster(parser, "what the plan says")
     add_workload(parser)
     add_profiles(parser)
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
-    """Return the cluster that the options say."""
-    return read_cluster(options.cluster, device=options.device, num_nodes=options.nodes)
+    """Return the cluster that the options say; this machine where they say none."""
+    return read_cluster(options.cluster or "this", device=options.device, num_nodes=options.nodes)
 
 
 def workload_of(options: argparse.Namespace) -> Workload:

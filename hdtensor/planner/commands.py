@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from hdtensor.errors import PlannerError
 from hdtensor.planner.command_inputs import (
     add_cluster,
     add_plan_file,
     add_profiles,
+    add_search,
     add_workload,
     cluster_of,
     costs_of,
@@ -24,7 +24,7 @@ from hdtensor.planner.command_inputs import (
     numbers,
     planned_of,
     print_json,
-    ranks,
+    search_options,
     seconds,
     workload_of,
 )
@@ -32,14 +32,21 @@ from hdtensor.planner.emit import Planned, emit
 from hdtensor.planner.library import ALIASES, DEVICES, find_device
 from hdtensor.planner.models import find_model
 from hdtensor.planner.page import save_page
-from hdtensor.planner.planning import find_plan, predict
+from hdtensor.planner.planning import explained, find_plan, predict
 from hdtensor.planner.profile import ProfileOptions, missing_points, profile
+from hdtensor.planner.profile_world import launched_world
 from hdtensor.planner.progress import Interrupt, ProgressBar
-from hdtensor.planner.space import SearchOptions, make_space
+from hdtensor.planner.replan_command import (
+    Replanned,
+    add_replan,
+    check_lost,
+    replan_of,
+    replan_text,
+)
+from hdtensor.planner.space import make_space
 from hdtensor.planner.strategy import Strategy
 from hdtensor.planner.summary import Summary
 from hdtensor.planner.text_report import bytes_text, seconds_text, step_text, table_lines
-from hdtensor.planner.why import why_of
 from hdtensor.planner.workload import PRECISIONS
 
 
@@ -62,88 +69,49 @@ def add_plan(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--model", required=True, metavar="NAME", help="a known name, or a config.json"
-    )
-    parser.add_argument(
-        "--batch", required=True, type=number, metavar="N", help="samples of a step"
-    )
+    parser.add_argument("--model", metavar="NAME", help="a known name, or a config.json")
+    parser.add_argument("--batch", type=number, metavar="N", help="samples of a step")
     add_cluster(parser, "this")
     add_workload(parser)
     parser.add_argument(
         "--zero", type=int, choices=(0, 1), help="ZeRO of optimizer states; default 1"
     )
     add_profiles(parser)
-    search = parser.add_argument_group("what plans may look like")
-    default = SearchOptions()
-    search.add_argument(
-        "--tp", type=numbers, default=default.tp_degrees, metavar="N,N", help="degrees"
-    )
-    search.add_argument(
-        "--cp", type=numbers, default=default.cp_degrees, metavar="N,N", help="degrees"
-    )
-    search.add_argument(
-        "--mbs", type=numbers, default=default.mbs, metavar="N,N", help="samples of a micro-batch"
-    )
-    search.add_argument(
-        "--max-stages", type=number, default=default.max_stages, metavar="N", help="of a lane"
-    )
-    search.add_argument(
-        "--min-lanes",
-        type=number,
-        default=default.min_lanes,
-        metavar="N",
-        help="2 or more keep a copy",
-    )
-    search.add_argument("--max-lanes", type=number, metavar="N", help="default any number")
-    search.add_argument(
-        "--without", type=ranks, default=(), metavar="N,N", help="ranks that are lost"
-    )
-    search.add_argument(
+    add_search(parser.add_argument_group("what plans may look like"))
+    add_replan(parser.add_argument_group("after ranks were lost"))
+    parser.add_argument(
         "--seconds", type=seconds, metavar="S", help="stop after so long, with the best plan so far"
     )
     parser.add_argument("--uniform", action="store_true", help="show the best uniform plan too")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan")
     _add_outputs(parser)
-    parser.set_defaults(run=_plan)
+    parser.set_defaults(run=_plan, parser=parser)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    model, cluster, workload = find_model(options.model), cluster_of(options), workload_of(options)
-    empty = Planned(Strategy(()), model, cluster, workload)
-    costs = costs_of(empty, options)
-    lost = set(options.without)
-    if not lost < set(range(cluster.num_ranks)) and lost:
-        raise PlannerError(
-            f"without: the cluster has ranks 0 to {cluster.num_ranks - 1}, and some must be left."
-        )
     started = time.monotonic()
-    with Interrupt() as interrupt, ProgressBar("searching") as bar:
-        kept = [rank for rank in range(cluster.num_ranks) if rank not in lost]
-        space = make_space(
-            cluster, costs, workload, model.num_layers, _search_options(options), ranks=kept
-        )
-        planned, result = find_plan(
-            model,
-            space,
-            report=lambda at: bar.update(
-                at.done, 1.0, f"{at.what}, best {seconds_text(at.seconds)}"
-            ),
-            should_stop=lambda: interrupt.is_set() or _is_late(started, options.seconds),
-        )
-    summary = predict(planned, costs)
-    why = why_of(result, summary, costs)
-    summary = replace(summary, why=why)
-    predicted = {"step_seconds": summary.prediction.seconds, **why}
-    plan = emit(planned, label=f"{model.name}, {workload.batch} samples", predicted=predicted)
-    if options.output is not None:
-        plan.save(options.output)
+    with Interrupt() as interrupt:  # until the plan is written, so that no Ctrl-C loses it
+        with ProgressBar("searching") as bar:
+            if options.replan is None:
+                found = _search(
+                    options, bar, lambda: interrupt.is_set() or _is_late(started, options)
+                )
+            else:
+                found = replan_of(options)
+        planned, result, costs, lost, facts = found
+        summary = explained(planned, result, costs).summary
+        predicted = {"step_seconds": summary.prediction.seconds, **summary.why}
+        label = f"{planned.model.name}, {planned.workload.batch} samples"
+        plan = emit(planned, label=label, predicted=predicted, lost=lost)
+        if options.output is not None:
+            plan.save(options.output)
     uniform = None
     if options.uniform and result.uniform is not None:
         uniform = predict(planned._replace(strategy=result.uniform.strategy), costs)
     _write_outputs(summary, options)
     if options.json:
         more = {} if uniform is None else {"uniform": uniform.to_dict()}
+        more |= {"replan": dict(facts)} if facts else {}
         search_seconds = time.monotonic() - started
         print_json(
             {**summary.to_dict(), **more, "search_seconds": search_seconds, "plan": plan.to_dict()}
@@ -153,25 +121,43 @@ def _plan(options: argparse.Namespace) -> int:
         if options.uniform:
             text = "none fits in memory" if uniform is None else step_text(uniform)
             sys.stdout.write(f"\nbest uniform plan: {text}\n")
+        if facts:
+            sys.stdout.write(f"\n{replan_text(facts)}\n")
     if interrupt.is_set():
         sys.stderr.write("hdtensor plan: interrupted; this is the best plan so far\n")
         return INTERRUPTED
     return 0
 
 
-def _search_options(options: argparse.Namespace) -> SearchOptions:
-    return SearchOptions(
-        tp_degrees=options.tp,
-        cp_degrees=options.cp,
-        mbs=options.mbs,
-        max_stages=options.max_stages,
-        min_lanes=options.min_lanes,
-        max_lanes=options.max_lanes,
+def _search(
+    options: argparse.Namespace, bar: ProgressBar, should_stop: Callable[[], bool]
+) -> Replanned:
+    """Return the best plan of a search from the beginning."""
+    missing = [f"--{name}" for name in ("model", "batch") if getattr(options, name) is None]
+    if missing:
+        options.parser.error(f"the following arguments are required: {', '.join(missing)}")
+    given = [name for name in ("label", "back") if getattr(options, name)]
+    if given:
+        options.parser.error(f"argument --{given[0]}: needs --replan, a plan")
+    model, cluster, workload = find_model(options.model), cluster_of(options), workload_of(options)
+    costs = costs_of(Planned(Strategy(()), model, cluster, workload), options)
+    lost = set(options.without)
+    check_lost(lost, cluster.num_ranks)
+    kept = [rank for rank in range(cluster.num_ranks) if rank not in lost]
+    space = make_space(
+        cluster, costs, workload, model.num_layers, search_options(options), ranks=kept
     )
+    planned, result = find_plan(
+        model,
+        space,
+        report=lambda at: bar.update(at.done, 1.0, f"{at.what}, best {seconds_text(at.seconds)}"),
+        should_stop=should_stop,
+    )
+    return Replanned(planned, result, costs, tuple(sorted(lost)), {})
 
 
-def _is_late(started: float, seconds: float | None) -> bool:
-    return seconds is not None and time.monotonic() - started > seconds
+def _is_late(started: float, options: argparse.Namespace) -> bool:
+    return options.seconds is not None and time.monotonic() - started > options.seconds
 
 
 def add_simulate(commands: Commands) -> None:
@@ -239,7 +225,8 @@ def add_profile(commands: Commands) -> None:
         "profile",
         help="measure a model's units and transfers on this machine",
         description="Measure attention, MLP, embedding and head, forward and backward, and transfers by size, on the "
-        "devices at hand. A second run with the same file measures what the first one left out.",
+        "devices at hand. A second run with the same file measures what the first one left out. Under torchrun "
+        "collectives go over all of its processes, and the first one measures units and writes.",
         allow_abbrev=False,
     )
     default = ProfileOptions()
@@ -278,12 +265,15 @@ def _profile(options: argparse.Namespace) -> int:
         precision=options.precision,
         max_seconds=options.seconds,
     )
-    with ProgressBar("measuring") as bar:
-        found = profile(find_model(options.model), wanted, path=options.output, progress=bar.update)
+    model = find_model(options.model)
+    with launched_world() as rank, ProgressBar("measuring", is_quiet=rank > 0) as bar:
+        found = profile(model, wanted, path=options.output, progress=bar.update)
+        units, transfers = missing_points(found, wanted)
+    if rank > 0:
+        return 0
     if options.json:
         print_json(found.to_dict())
         return 0
-    units, transfers = missing_points(found, wanted)
     sys.stdout.write(
         f"{found.device}: {len(found.units)} measurements of units and {len(found.transfers)} of transfers in "
         f"{options.output}\n"

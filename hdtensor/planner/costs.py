@@ -87,7 +87,20 @@ class RuntimeTraits(NamedTuple):
 
 
 class CostModel(ABC):
-    """Seconds and bytes of one model and workload on any stage. All numbers depend only on the arguments."""
+    """Seconds and bytes of one model and workload on any stage. All numbers depend only on the arguments.
+
+    The search asks for few numbers and derives all others, and its lower bound is one only if these hold:
+
+    * Layers are alike. A stage's passes take the sum of its units' ``seconds``. Of a model with unlike layers,
+      such as DeepSeek's dense first ones, a layer stands for their mean: seconds of the whole model are right,
+      those of the stage with the unlike layers are not.
+    * Each field of ``memory`` grows by the same bytes with each layer from the first one on, and by as many for
+      the embedding, and for the head, whatever the layers; both together may be less (a tied head).
+    * ``synchronize`` and ``update`` grow with layers. Cut in two, layers take no less in all. Copies that are
+      unlike take no less than like ones of the kind of any of them, more copies and slower links no less than
+      fewer and faster ones.
+    * All numbers are 0 or more.
+    """
 
     @abstractmethod
     def seconds(self, unit: Unit, group: StageGroup, mbs: int) -> UnitSeconds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hdtensor.errors import PlannerError
@@ -39,7 +39,11 @@ class Planned(NamedTuple):
 
 
 def emit(
-    planned: Planned, *, label: str | None = None, predicted: Mapping[str, Any] | None = None
+    planned: Planned,
+    *,
+    label: str | None = None,
+    predicted: Mapping[str, Any] | None = None,
+    lost: Sequence[int] = (),
 ) -> StrategyPlan:
     """Return the annotation plan of a strategy (HSPMD paper, section 3 and appendix A.1).
 
@@ -49,6 +53,7 @@ def emit(
         planned: The strategy, and what it is for.
         label: A name of the plan.
         predicted: JSON values that the planner says of the plan, such as ``step_seconds``.
+        lost: Ranks of the cluster that it had to do without.
 
     Raises:
         PlannerError: If the strategy does not fit the model or the cluster.
@@ -74,13 +79,15 @@ def emit(
             Pipeline(stages=tuple(stages), microbatches=lane.num_microbatches, mbs=lane.mbs)
         )
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    purpose = {
+    purpose: dict[str, Any] = {
         "model": model.name if MODELS.get(model.name) == model else dataclasses.asdict(model),
         "cluster": cluster_to_fields(cluster),
         "workload": dataclasses.asdict(workload),
     }
     if predicted is not None:
         purpose["predicted"] = dict(predicted)
+    if lost:
+        purpose["lost"] = list(lost)
     about = About(
         label=label,
         model=model.name,

@@ -86,7 +86,8 @@ def cluster_of_slurm(
     else:
         with planner_errors():
             nodes = nodes_from_environment(
-                {key: value for key, value in environ.items() if key.startswith("SLURM")}
+                {key: value for key, value in environ.items() if key.startswith("SLURM")},
+                most=MAX_RANKS,
             )
         if list(nodes) != sorted(nodes):
             raise PlannerError(
@@ -180,7 +181,10 @@ def _slurm_nodes(environ: Mapping[str, str]) -> int:
         if "SLURM_JOB_NODELIST" in environ:
             return count_hosts("SLURM_JOB_NODELIST", environ["SLURM_JOB_NODELIST"])
         if "SLURM_TASKS_PER_NODE" in environ:
-            return len(expand_counts("SLURM_TASKS_PER_NODE", environ["SLURM_TASKS_PER_NODE"]))
+            tasks = expand_counts(
+                "SLURM_TASKS_PER_NODE", environ["SLURM_TASKS_PER_NODE"], MAX_RANKS
+            )
+            return len(tasks)
     raise PlannerError(
         "SLURM_JOB_NUM_NODES: missing, so the number of nodes is unknown; run inside of a job, or describe the "
         "cluster by a text or a file."

@@ -24,6 +24,8 @@ from hdtensor.planner.text_report import (
 
 
 _MOST_ROWS = 200
+#: From so many ranks on their numbers have four digits, which are written smaller.
+_LONG_NUMBERS = 1000
 _MEMORY_WORDS = {"optimizer": "optimizer state", "buffers": "buffers and runtime"}
 _STEP_WORDS = {"busy": "computing", "sync": "gradients", "gather": "parameters"}
 
@@ -112,6 +114,7 @@ def _colors(summary: Summary) -> dict[tuple[int, int], str]:
 def _cluster(summary: Summary) -> str:
     cluster, colors = summary.planned.cluster, _colors(summary)
     stage_of = {rank: stage for stage in summary.stages for rank in stage.ranks}
+    kind = "ranks long" if cluster.num_ranks > _LONG_NUMBERS else "ranks"
     parts = ['<div class="nodes">']
     for number, node in enumerate(cluster.nodes):
         name = " ".join(filter(None, [f"node {number}", node.name, node.zone and f"@ {node.zone}"]))
@@ -120,7 +123,7 @@ def _cluster(summary: Summary) -> str:
         )
         parts.append(
             f'<div class="node"><header><b>{escape(name)}</b><span class="faint">{node.num_devices}x '
-            f'{escape(node.device.name)}</span></header><div class="ranks">{cells}</div></div>'
+            f'{escape(node.device.name)}</span></header><div class="{kind}">{cells}</div></div>'
         )
     return "".join([*parts, "</div>"])
 
@@ -211,7 +214,7 @@ def _row(summary: Summary, group: LaneGroup, stage: StageSummary, bar: str, text
     lanes = group.title.removesuffix(" (alike)")
     return (
         f'<div class="row"><div class="name"><i style="background:{color}"></i>{lanes}, stage {stage.stage} '
-        f'<span class="faint">{escape(stage.device)}, ranks {group_ranks_text(summary, group, stage.stage, 60)}</span></div>'
+        f'<span class="faint">{escape(stage.device)}, ranks {group_ranks_text(summary, group, stage.stage, 30)}</span></div>'
         f'<div>{bar}<div class="value">{text}</div></div></div>'
     )
 

@@ -113,15 +113,18 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 .rank { border-radius: 6px; color: #fff; font-size: .78rem; line-height: 1; padding: 7px 4px 5px; text-align: center;
   font-variant-numeric: tabular-nums; min-width: 0; }
 .rank small { display: block; font-size: .66rem; opacity: .88; margin: 3px 0 5px; white-space: nowrap; overflow: hidden; }
+.ranks.long .rank { font-size: .66rem; padding-left: 1px; padding-right: 1px; }
+.ranks.long small { font-size: .58rem; }
 .rank.idle { background: var(--track); color: var(--faint); }
 .meter { display: block; height: 4px; border-radius: 2px; background: rgba(255, 255, 255, .3); overflow: hidden; }
 .meter i { display: block; height: 100%; background: #fff; }
 .meter.over i { background: #ff5449; }
 .lane { margin-top: 12px; }
-.lane > p { margin: 0 0 5px; font-size: .9rem; }
-.lane-title { margin: 16px 0 4px; font-size: .9rem; }
+.lane > p { margin: 0 0 5px; font-size: .9rem; overflow-wrap: anywhere; }
+.lane-title { margin: 16px 0 4px; font-size: .9rem; overflow-wrap: anywhere; }
 .flow { display: flex; flex-wrap: wrap; gap: 6px; }
-.box { flex: 1 1 128px; border-radius: 8px; color: #fff; padding: 7px 10px; font-size: .8rem; line-height: 1.35; min-width: 0; }
+.box { flex: 1 1 128px; border-radius: 8px; color: #fff; padding: 7px 10px; font-size: .8rem; line-height: 1.35; min-width: 0;
+  overflow-wrap: anywhere; }
 .box b { font-size: .92rem; }
 .row { display: grid; grid-template-columns: 190px minmax(0, 1fr); gap: 4px 14px; align-items: center; margin-top: 6px; }
 .row .name { font-size: .84rem; line-height: 1.3; overflow-wrap: anywhere; }

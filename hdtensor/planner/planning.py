@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hdtensor.errors import PlannerError
@@ -16,10 +16,10 @@ from hdtensor.planner.profiles import Profile
 from hdtensor.planner.roofline import RooflineCosts
 from hdtensor.planner.score import Scorer
 from hdtensor.planner.search import Progress, SearchResult, search
-from hdtensor.planner.simulate import simulate_strategy
-from hdtensor.planner.space import Space
-from hdtensor.planner.summary import Summary, summarize
-from hdtensor.planner.why import batch_moves, layer_moves
+from hdtensor.planner.simulate import busiest_stage, simulate_strategy
+from hdtensor.planner.space import SearchOptions, Space, make_space
+from hdtensor.planner.summary import StageSummary, Summary, summarize
+from hdtensor.planner.why import batch_moves, layer_moves, why_of
 from hdtensor.planner.workload import Workload
 
 
@@ -85,6 +85,101 @@ def predict(planned: Planned, costs: CostModel, why: dict[str, Any] | None = Non
     return summarize(planned, prediction, why)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPlan:
+    """A plan with all that is to be said of it.
+
+    Attributes:
+        planned: The strategy, and what it is for; ``emit`` makes the plan file of it.
+        result: What the search says of it; ``replan`` goes on from it.
+        summary: What its step is made of; ``page_html`` draws it.
+        costs: What it was found with.
+    """
+
+    planned: Planned
+    result: SearchResult
+    summary: Summary
+    costs: CostModel
+
+    @property
+    def seconds(self) -> float:
+        """Of the step, by the event simulator."""
+        return self.summary.prediction.seconds
+
+    @property
+    def bound_seconds(self) -> float:
+        """No strategy of the space has a shorter step."""
+        return self.result.bound.seconds
+
+    @property
+    def gap(self) -> float:
+        """(seconds - bound) / bound."""
+        return self.seconds / self.bound_seconds - 1
+
+    @property
+    def bottleneck(self) -> StageSummary:
+        """The stage that computes longest."""
+        return self.summary.bottleneck
+
+    @property
+    def constraint(self) -> str:
+        """What binds: ``memory``, ``whole layers``, ``whole micro-batches`` or ``one stage``, see ``find_why``."""
+        return str(self.summary.why["constraint"])
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the plan is as it is, in sentences."""
+        return tuple(self.summary.why["reasons"])
+
+    @property
+    def alternatives(self) -> tuple[Mapping[str, Any], ...]:
+        """The best rejected strategies: ``what``, ``seconds``, and the ``reason`` against each."""
+        return tuple(self.summary.why["alternatives"])
+
+
+def make_plan(
+    model: ModelShape,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    profiles: Sequence[Profile] = (),
+    options: SearchOptions | None = None,
+    report: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> FoundPlan:
+    """Return the fastest plan of a model on a cluster, with its bound, its bottleneck, what binds it, and what was rejected.
+
+    Args:
+        model: Sizes.
+        cluster: The devices and links.
+        workload: The step.
+        profiles: At most one of each kind of device; the roofline for all others.
+        options: What plans may look like.
+        report: Is told how far the search is.
+        should_stop: Is asked now and then; once it says yes, the best so far is returned.
+
+    Raises:
+        PlannerError: If an input is wrong, or nothing fits in memory.
+    """
+    costs = make_costs(model, workload, cluster, profiles)
+    space = make_space(cluster, costs, workload, model.num_layers, options)
+    planned, result = find_plan(model, space, report=report, should_stop=should_stop)
+    return explained(planned, result, costs)
+
+
+def explained(planned: Planned, result: SearchResult, costs: CostModel) -> FoundPlan:
+    """Return what a search or a re-plan found, with all that is to be said of it.
+
+    Args:
+        planned: The strategy, and what it is for.
+        result: What found it.
+        costs: What it was found with.
+    """
+    summary = predict(planned, costs)
+    summary = replace(summary, why=why_of(result, summary, costs))
+    return FoundPlan(planned=planned, result=result, summary=summary, costs=costs)
+
+
 def find_plan(
     model: ModelShape,
     space: Space,
@@ -105,10 +200,12 @@ def find_plan(
     """
     result = search(space, report=report, should_stop=should_stop)
     planned = Planned(result.strategy, model, space.cluster, space.workload)
-    return _polished(planned, result)
+    return _polished(planned, result, should_stop)
 
 
-def _polished(planned: Planned, result: SearchResult) -> tuple[Planned, SearchResult]:
+def _polished(
+    planned: Planned, result: SearchResult, should_stop: Callable[[], bool] | None
+) -> tuple[Planned, SearchResult]:
     """Return a plan after layers and micro-batches were moved one by one, as long as that makes the step shorter.
 
     The search gives them out lane by lane; the step ends with the slowest lane and what all lanes do together.
@@ -116,10 +213,12 @@ def _polished(planned: Planned, result: SearchResult) -> tuple[Planned, SearchRe
     space = result.space
     scorer = Scorer(space)
     for _ in range(_MOST_MOVES):
-        bottleneck = predict(planned, space.costs).bottleneck
+        if should_stop is not None and should_stop():
+            break
+        lane, stage = busiest_stage(planned.strategy, planned.cluster, space.costs)
         moves = (
-            *layer_moves(planned.strategy, bottleneck.lane, bottleneck.stage),
-            *batch_moves(planned.strategy, bottleneck.lane),
+            *layer_moves(planned.strategy, lane, stage),
+            *batch_moves(planned.strategy, lane),
         )
         scored = [found for strategy, _ in moves if (found := scorer.score(strategy)) is not None]
         best = min(scored, key=lambda found: found.seconds, default=None)

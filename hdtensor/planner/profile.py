@@ -18,11 +18,14 @@ from hdtensor.planner.library import recognize_device
 from hdtensor.planner.model import ModelShape
 from hdtensor.planner.profile_transfers import (
     TransferPoint,
+    link_here,
     measure_in_world,
     measure_transfers,
+    points_here,
     transfer_points,
 )
 from hdtensor.planner.profile_units import UnitPoint, measure_unit, unit_points, work_of
+from hdtensor.planner.profile_world import agree
 from hdtensor.planner.profiles import Profile
 from hdtensor.planner.workload import find_precision
 
@@ -67,8 +70,8 @@ def profile(
     """Return measurements of a model's units, and of transfers, on the device at hand.
 
     After each measurement the file is written anew, so that nothing is lost by an interrupt. If it exists, what
-    it has is not measured again. Under a launcher (``torchrun``) transfers go over its ranks; only the first
-    rank measures units and writes.
+    it has is not measured again. If there is a process group (``launched_world`` makes one of what ``torchrun``
+    started), all ranks call this, and transfers go over them; only the first rank reads, measures units and writes.
 
     Args:
         model: Sizes.
@@ -85,7 +88,7 @@ def profile(
         if torch.cuda.is_available()
         else torch.device("cpu")
     )
-    found = _begun(model, options, path, device)
+    found = agree(lambda: _begun(model, options, path, device))
     run = _Run(found, options, None if path is None else Path(path), progress)
     return run.all(device)
 
@@ -93,13 +96,16 @@ def profile(
 def missing_points(
     found: Profile, options: ProfileOptions
 ) -> tuple[list[UnitPoint], list[TransferPoint]]:
-    """Return what options ask for and a profile does not have."""
+    """Return what options ask for and a profile does not have.
+
+    In a process group collectives are over all of its ranks, whatever number the options ask for.
+    """
     units = unit_points(
         found.model, tps=options.tps, batch_sizes=options.batch_sizes, contexts=options.contexts
     )
-    transfers = transfer_points(options.num_ranks, options.sizes)
+    transfers = points_here(transfer_points(options.num_ranks, options.sizes))
     have_units = {time[:4] for time in found.units}
-    have_transfers = {time[:3] for time in found.transfers}
+    have_transfers = {time[:3] for time in found.transfers if time.link == link_here()}
     return (
         [point for point in units if point not in have_units],
         [point for point in transfers if point not in have_transfers],
@@ -126,14 +132,6 @@ class _Run:
         """Measure what is missing and return everything."""
         units, transfers = missing_points(self._found, self._options)
         in_world = dist.is_initialized()
-        if in_world:
-            world = dist.get_world_size()
-            transfers = [point._replace(num_ranks=world) for point in transfers]
-            transfers = [
-                p
-                for p in dict.fromkeys(transfers)
-                if p[:3] not in {t[:3] for t in self._found.transfers}
-            ]
         self._total = len(units) + len(transfers)
         # Transfers come first, but get half of the time: units may take all that is left.
         if in_world:

@@ -89,19 +89,35 @@ def measure_in_world(
     """Return the seconds of some points over the ranks of the process group that exists; all ranks call it.
 
     Args:
-        points: With as many ranks as the group has; a message goes from the first rank to the last one.
+        points: Collectives with as many ranks as the group has; a message goes from the first rank to the last one.
         device: This rank's.
         max_seconds: When to stop measuring; the points after that are left out, the same on every rank.
     """
     end = time.monotonic() + max_seconds
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    link = "inside" if local >= dist.get_world_size() else "between"
+    link = link_here()
     times: list[TransferTime] = []
     for point in points:
         if not _all_have_time(end, device):
             break
         times.append(TransferTime(*point, _seconds(point, device), link))
     return times
+
+
+def points_here(points: Sequence[TransferPoint]) -> list[TransferPoint]:
+    """Return what is measured for these points: in a process group collectives are over all of its ranks."""
+    if not dist.is_initialized():
+        return list(points)
+    world = dist.get_world_size()
+    there = (p if p.kind == "send" else p._replace(num_ranks=world) for p in points)
+    return list(dict.fromkeys(there))
+
+
+def link_here() -> str:
+    """Return which link the ranks of the process group use, or those of this machine if there is none."""
+    if not dist.is_initialized():
+        return "inside"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return "inside" if local >= dist.get_world_size() else "between"
 
 
 def _all_have_time(end: float, device: torch.device) -> bool:

@@ -24,6 +24,7 @@ class ProgressBar:
         title: What is done.
         clock: Seconds from some start.
         console: Where it is shown; default stderr.
+        is_quiet: Whether it is never shown: another process shows one.
     """
 
     def __init__(
@@ -31,9 +32,12 @@ class ProgressBar:
         title: str,
         clock: Callable[[], float] = time.monotonic,
         console: Console | None = None,
+        *,
+        is_quiet: bool = False,
     ) -> None:
         self._title = title
         self._clock = clock
+        self._is_quiet = is_quiet
         self._console = console or Console(file=sys.stderr)
         self._start = clock()
         self._progress: Progress | None = None
@@ -60,7 +64,8 @@ class ProgressBar:
             text: A few words on what is done now.
         """
         if self._progress is None:
-            if self._clock() - self._start < _PATIENCE or not self._console.is_terminal:
+            is_early = self._clock() - self._start < _PATIENCE
+            if is_early or self._is_quiet or not self._console.is_terminal:
                 return
             self._progress = Progress(
                 TextColumn("{task.description}"),

@@ -34,7 +34,9 @@ class LaneClock:
     def _seconds(self, draft: LaneDraft) -> float:
         m = self.space.prices.mbs.index(draft.mbs)
         ends = end_times(
-            self.maker.lane_times(draft.kinds, draft.layers, m), draft.num_microbatches
+            self.maker.lane_times(draft.kinds, draft.layers, m),
+            draft.num_microbatches,
+            self.space.workload.schedule,
         )
         tails = self.maker.tail_seconds(draft.kinds, draft.layers)
         return max(end + tail for end, tail in zip(ends, tails, strict=True))

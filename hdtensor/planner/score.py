@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hdtensor.planner.columns import held_microbatches
 from hdtensor.planner.decompose import place_lanes
 from hdtensor.planner.memory import rank_memory
-from hdtensor.planner.simulate import simulate_strategy, step_seconds
+from hdtensor.planner.simulate import step_seconds
 from hdtensor.planner.space import Space
 from hdtensor.planner.strategy import Strategy
 
@@ -49,12 +49,7 @@ class Scorer:
         if not self._fits(strategy):
             return None
         self.num_scored += 1
-        if space.workload.schedule.lower() == "1f1b":
-            seconds = step_seconds(strategy, space.cluster, space.costs, space.workload)
-        else:
-            seconds = simulate_strategy(
-                strategy, space.cluster, space.costs, space.workload
-            ).seconds
+        seconds = step_seconds(strategy, space.cluster, space.costs, space.workload)
         return Scored(seconds, strategy)
 
     def _fits(self, strategy: Strategy) -> bool:

@@ -30,6 +30,10 @@ from hdtensor.planner.strategy import Strategy
 from hdtensor.planner.workload import Workload
 
 
+#: Stages are as busy as one another if their seconds differ by less, relatively.
+_SAME = 1e-12
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What a step takes and needs.
@@ -118,22 +122,27 @@ def simulate_strategy(
 def step_seconds(
     strategy: Strategy, cluster: Cluster, costs: CostModel, workload: Workload
 ) -> float:
-    """Return the seconds of a step: ``simulate_strategy``'s number, with 1F1B hundreds of times faster.
+    """Return the seconds of a step: ``simulate_strategy``'s number, hundreds of times faster.
+
+    Only where messages block both ends, and the schedule is not 1F1B, the events themselves are asked.
 
     Raises:
         PlannerError: If the strategy does not fit the cluster or the batch.
     """
-    if workload.schedule.lower() != "1f1b":
+    traits, schedule = costs.runtime(), workload.schedule
+    if traits.is_blocking and schedule != "1F1B":
         return simulate_strategy(strategy, cluster, costs, workload).seconds
-    traits = costs.runtime()
-    passes_end = blocking_end_times if traits.is_blocking else end_times
     check_batch(strategy, workload)
     placed = place_lanes(strategy, cluster)
     shares = find_shares(placed)
     free = {}
     for choice, stages in zip(strategy.lanes, placed, strict=True):
         start = traits.start if len(stages) > 1 else 0.0
-        ends = passes_end(lane_times(choice, stages, cluster, costs), choice.num_microbatches)
+        times, count = lane_times(choice, stages, cluster, costs), choice.num_microbatches
+        if traits.is_blocking:
+            ends = blocking_end_times(times, count)
+        else:
+            ends = end_times(times, count, schedule)
         for stage, end in zip(stages, ends, strict=True):
             free[stage.choice.ranks] = start + end
     synced = sync_seconds(shares, placed, cluster, costs) if len(placed) > 1 else []
@@ -179,6 +188,19 @@ def strategy_memory(
         held = _in_flight(workload.schedule, _visits(stages), choice.num_microbatches)
         memory |= rank_memory(stages, held, choice.mbs, costs, num_sharers)
     return memory
+
+
+def busiest_stage(strategy: Strategy, cluster: Cluster, costs: CostModel) -> tuple[int, int]:
+    """Return the numbers of the lane and, in it, of the stage whose passes take longest in a step."""
+    busiest, most = (0, 0), -1.0
+    for p, stages in enumerate(place_lanes(strategy, cluster)):
+        choice = strategy.lanes[p]
+        times = lane_times(choice, stages, cluster, costs)
+        for s, seconds in enumerate(zip(times.forward, times.backward, strict=True)):
+            busy = sum(seconds) * choice.num_microbatches
+            if busy > most * (1 + _SAME):
+                busiest, most = (p, s), busy
+    return busiest
 
 
 def _visits(stages: Sequence[PlacedStage]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ search work on kinds, so that their effort does not grow with the number of devi
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -136,6 +137,41 @@ def find_pools(cluster: Cluster, ranks: Iterable[int] | None = None) -> tuple[Po
         numbers, kept_ranks = zip(*members, strict=True)
         pools.append(Pool(node.device, node.inside, node.zone, numbers, kept_ranks))
     return tuple(pools)
+
+
+def can_deal(batch: int, sizes: Sequence[int], min_lanes: int, max_lanes: int) -> bool:
+    """Return whether a batch is whole micro-batches of lanes that each have one size of them.
+
+    >>> can_deal(33, (4,), 1, 8), can_deal(33, (4, 5), 1, 1), can_deal(33, (4, 5), 1, 2)
+    (False, False, True)
+
+    Args:
+        batch: Samples.
+        sizes: Sizes of micro-batches, in samples.
+        min_lanes: Lanes, each with one micro-batch or more.
+        max_lanes: Lanes at most.
+    """
+    if min_lanes > max_lanes:
+        return False
+    usable = sorted(size for size in set(sizes) if size <= batch)
+    if any(batch % size == 0 and batch // size >= min_lanes for size in usable):
+        return True
+    some = itertools.combinations(usable, min(max_lanes, len(usable)))
+    return any(_most_parts(batch, each) >= min_lanes for each in some)
+
+
+def _most_parts(batch: int, sizes: Sequence[int]) -> float:
+    """Return the most micro-batches of some sizes that make up a batch, minus infinity if none do."""
+    most = np.full(batch + 1, -np.inf)
+    most[0] = 0.0
+    for size in sizes:
+        # Best with k more parts of this size, for all k at once: rows are numbers of parts, columns what is left.
+        rows = -(-most.size // size)
+        table = np.pad(most, (0, rows * size - most.size), constant_values=-np.inf)
+        count = np.arange(rows)[:, None]
+        table = np.maximum.accumulate(table.reshape(rows, size) - count, axis=0) + count
+        most = table.reshape(-1)[: most.size]
+    return float(most[batch])
 
 
 def find_kinds(pools: Sequence[Pool], options: SearchOptions) -> tuple[Kind, ...]:
@@ -274,7 +310,7 @@ def make_space(
         ranks: Those that may be used; default all.
 
     Raises:
-        PlannerError: If no rank is left, or the cost model knows none of the stages.
+        PlannerError: If no rank is left, the batch cannot be dealt, or the cost model knows none of the stages.
     """
     options = options or SearchOptions()
     pools = find_pools(cluster, ranks)
@@ -282,6 +318,15 @@ def make_space(
         raise PlannerError("ranks: none of them is in the cluster, so there is nothing to plan on.")
     kinds = find_kinds(pools, options)
     sizes = [size for size in options.mbs if size <= workload.batch]
+    most = sum(pool.num_devices for pool in pools)
+    if options.max_lanes is not None:
+        most = min(most, options.max_lanes)
+    if not can_deal(workload.batch, sizes, options.min_lanes, most):
+        raise PlannerError(
+            f"mbs: {workload.batch} samples cannot be dealt to {options.min_lanes} to {most} lanes in micro-batches of "
+            f"{', '.join(map(str, options.mbs))}, one size in each lane; allow a size that divides the batch (1 always "
+            f"does), other numbers of lanes, or change the batch."
+        )
     prices = find_prices(kinds, costs, sizes)
     if not np.isfinite(prices.layer).any():
         raise PlannerError(

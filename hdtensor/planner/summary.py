@@ -18,6 +18,9 @@ from hdtensor.planner.simulate import Prediction
 from hdtensor.planner.unit_sizes import span_parameters
 
 
+#: Letters of a list of lanes.
+_MOST_LETTERS = 24
+
 _PASSES = ("F", "B", "I", "W")
 _SYNCS, _OPTIMIZERS, _GATHERS = ("sync",), ("optimizer",), ("gather",)
 
@@ -197,7 +200,15 @@ class LaneGroup(NamedTuple):
         """Their name."""
         if len(self.lanes) == 1:
             return f"lane {self.lanes[0]}"
-        return f"lanes {ranks_text(self.lanes)} (alike)"
+        return f"lanes {self.numbers} (alike)"
+
+    @property
+    def numbers(self) -> str:
+        """Their numbers; of many that are not one after another the first ones, and how many there are."""
+        text = ranks_text(self.lanes)
+        if len(text) <= _MOST_LETTERS:
+            return text
+        return f"{text[: text.rindex(',', 0, _MOST_LETTERS)]},... ({len(self.lanes)} lanes)"
 
 
 def group_lanes(summary: Summary) -> list[LaneGroup]:

@@ -185,7 +185,7 @@ def _stage_rows(summary: Summary) -> list[tuple[str, ...]]:
             )
             rows.append(
                 (
-                    ranks_text(group.lanes) if is_first else "",
+                    group.numbers if is_first else "",
                     f"{lane.num_microbatches} x {lane.mbs}" if is_first else "",
                     str(stage.stage),
                     group_ranks_text(summary, group, stage.stage),
@@ -210,7 +210,7 @@ def group_ranks_text(summary: Summary, group: LaneGroup, stage: int, most: int =
     lanes = summary.planned.strategy.lanes
     ranks = [rank for lane in group.lanes for rank in lanes[lane].stages[stage].ranks]
     text = ranks_text(tuple(sorted(ranks)))
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= most else f"{text[: text.rindex(',', 0, most - 3)]},..."
 
 
 def _lane_rows(summary: Summary) -> list[tuple[str, ...]]:
@@ -219,9 +219,7 @@ def _lane_rows(summary: Summary) -> list[tuple[str, ...]]:
     for group in group_lanes(summary):
         lane = summary.lane_seconds[group.lanes[0]]
         seconds = (getattr(lane, name) for name in LANE_WORDS)
-        rows.append(
-            (ranks_text(group.lanes), f"stage {lane.bottleneck}", *map(seconds_text, seconds))
-        )
+        rows.append((group.numbers, f"stage {lane.bottleneck}", *map(seconds_text, seconds)))
     return rows
 
 
@@ -235,7 +233,7 @@ def _memory_rows(summary: Summary) -> list[tuple[str, ...]]:
             parts = (need.total, need.parameters, need.gradients, need.optimizer, need.activations)
             rows.append(
                 (
-                    ranks_text(group.lanes) if stage.stage == 0 else "",
+                    group.numbers if stage.stage == 0 else "",
                     str(stage.stage),
                     *map(bytes_text, parts),
                     str(stage.in_flight),

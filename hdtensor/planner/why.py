@@ -10,7 +10,7 @@ from hdtensor.planner.attribution import LaneSeconds
 from hdtensor.planner.costs import CostModel
 from hdtensor.planner.emit import Planned
 from hdtensor.planner.search import Candidate, SearchResult
-from hdtensor.planner.simulate import simulate_strategy
+from hdtensor.planner.simulate import simulate_strategy, step_seconds, strategy_memory
 from hdtensor.planner.strategy import LaneChoice, Strategy
 from hdtensor.planner.summary import Summary
 from hdtensor.planner.text_report import (
@@ -22,9 +22,11 @@ from hdtensor.planner.text_report import (
 )
 
 
-#: Rejected plans that are reported; those of them whose loss is looked into.
+#: Rejected plans that are reported; those of them whose loss is looked into, while all their lanes' stages
+#: together do at most so many micro-batches, which events take some seconds for.
 _MOST_ALTERNATIVES = 8
 _MOST_SIMULATED = 4
+_MOST_PASSES = 1 << 15
 
 
 class Move(NamedTuple):
@@ -141,9 +143,13 @@ def _alternatives(
 ) -> Iterator[dict[str, Any]]:
     rejected = [c for c in result.candidates if c.strategy != result.strategy]
     chosen = _slowest(summary.lane_seconds)
+    num_passes = 0
     for number, candidate in enumerate(rejected[:_MOST_ALTERNATIVES]):
         reason = f"{candidate.seconds / summary.prediction.seconds - 1:.2%} slower"
-        if number < _MOST_SIMULATED:
+        num_passes += sum(
+            lane.num_microbatches * len(lane.stages) for lane in candidate.strategy.lanes
+        )
+        if number < _MOST_SIMULATED and num_passes <= _MOST_PASSES:
             reason += _loss(candidate, chosen, summary.planned, costs)
         yield {"what": candidate.what, "seconds": candidate.seconds, "reason": reason}
 
@@ -166,13 +172,15 @@ def _slowest(lanes: Sequence[LaneSeconds]) -> LaneSeconds:
 
 def _move(summary: Summary, costs: CostModel, strategy: Strategy, what: str) -> Move:
     """Return what a changed strategy takes, and whether it fits."""
-    planned = summary.planned
-    prediction = simulate_strategy(strategy, planned.cluster, costs, planned.workload)
-    over = prediction.overfull(planned.cluster)
-    if not over:
-        return Move(what, prediction.seconds, 0.0, "")
-    rank = max(over, key=lambda each: over[each])
-    return Move(what, prediction.seconds, over[rank], f"rank {rank}")
+    _, _, cluster, workload = summary.planned
+    seconds = step_seconds(strategy, cluster, costs, workload)
+    devices = list(cluster.devices())
+    need = strategy_memory(strategy, cluster, costs, workload)
+    lacking = {rank: each.total - devices[rank].memory_bytes for rank, each in need.items()}
+    rank = max(lacking, key=lambda each: lacking[each])
+    if lacking[rank] <= 0:
+        return Move(what, seconds, 0.0, "")
+    return Move(what, seconds, lacking[rank], f"rank {rank}")
 
 
 def layer_moves(strategy: Strategy, lane: int, stage: int) -> Iterator[tuple[Strategy, str]]:

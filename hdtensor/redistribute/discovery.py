@@ -47,21 +47,22 @@ def node_sizes_to_nodes(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(node for node, size in enumerate(sizes) for _ in range(size))
 
 
-def nodes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...]:
+def nodes_from_environment(environ: Mapping[str, str], *, most: int = MAX_RANKS) -> tuple[int, ...]:
     """Return the node of each rank, as torchrun or SLURM describe it.
 
     Args:
         environ: The environment's variables. torchrun's win over SLURM's, whose tasks are its
             agents where both are set.
+        most: Ranks that SLURM may describe.
 
     Raises:
-        TopologyError: If there are neither, or they contradict one another.
+        TopologyError: If there are neither, they contradict one another, or there are more ranks.
     """
     if "LOCAL_WORLD_SIZE" in environ:
         return _torchrun_nodes(environ)
     for prefix, total in (("SLURM_STEP", "SLURM_STEP_NUM_TASKS"), ("SLURM", "SLURM_NTASKS")):
         if f"{prefix}_TASKS_PER_NODE" in environ:
-            return _slurm_nodes(environ, f"{prefix}_TASKS_PER_NODE", total)
+            return _slurm_nodes(environ, f"{prefix}_TASKS_PER_NODE", total, most)
     raise TopologyError(
         "the environment says nothing about nodes: neither LOCAL_WORLD_SIZE and WORLD_SIZE "
         "(torchrun) nor SLURM_TASKS_PER_NODE (srun) is set. Start the ranks by one of them, or "
@@ -69,14 +70,19 @@ def nodes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...]:
     )
 
 
-def expand_counts(name: str, text: str) -> tuple[int, ...]:
+def expand_counts(name: str, text: str, most: int = MAX_RANKS) -> tuple[int, ...]:
     """Return SLURM's compressed list of counts as numbers.
 
     >>> expand_counts("SLURM_TASKS_PER_NODE", "8(x2),4")
     (8, 8, 4)
 
+    Args:
+        name: The variable, for errors.
+        text: Its value.
+        most: Ranks that there may be; more are refused before any list is made.
+
     Raises:
-        TopologyError: On any other syntax, or more than 2^20 ranks.
+        TopologyError: On any other syntax, or more ranks.
     """
     counts: list[int] = []
     total = 0
@@ -89,8 +95,8 @@ def expand_counts(name: str, text: str) -> tuple[int, ...]:
             )
         count, times = int(match[1]), int(match[2] or 1)
         total += count * times
-        if total > MAX_RANKS or len(counts) + times > MAX_RANKS:
-            raise TopologyError(f"{name}: {text!r} is more than {MAX_RANKS} ranks.")
+        if total > most or len(counts) + times > most:
+            raise TopologyError(f"{name}: {text[:60]!r} is more than {most} ranks.")
         if not count or not times:
             raise TopologyError(f"{name}: {part.strip()!r} in {text!r} is no rank at all.")
         counts += [count] * times
@@ -206,8 +212,8 @@ def _torchrun_nodes(environ: Mapping[str, str]) -> tuple[int, ...]:
     return node_sizes_to_nodes([local] * num_nodes)
 
 
-def _slurm_nodes(environ: Mapping[str, str], name: str, total: str) -> tuple[int, ...]:
-    sizes = expand_counts(name, environ[name])
+def _slurm_nodes(environ: Mapping[str, str], name: str, total: str, most: int) -> tuple[int, ...]:
+    sizes = expand_counts(name, environ[name], most)
     if total in environ and sum(sizes) != _integer(environ, total):
         raise TopologyError(
             f"{name}: {environ[name]!r} is {sum(sizes)} ranks, but {total} is {environ[total]}."
@@ -221,9 +227,8 @@ def _slurm_nodes(environ: Mapping[str, str], name: str, total: str) -> tuple[int
     if order == "block":
         return node_sizes_to_nodes(sizes)
     if order == "cyclic":
-        return tuple(
-            node for turn in range(max(sizes)) for node, size in enumerate(sizes) if turn < size
-        )
+        turns = ((turn, node) for node, size in enumerate(sizes) for turn in range(size))
+        return tuple(node for _, node in sorted(turns))
     raise TopologyError(
         f"SLURM_DISTRIBUTION: {order!r} does not say which ranks share a node; allowed: block, "
         f"cyclic. Describe the nodes by a file (Topology.load)."

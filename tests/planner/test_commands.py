@@ -13,6 +13,7 @@ from hdtensor.pipeline import Timeline
 from hdtensor.planner import commands
 from hdtensor.planner.emit import read_planned
 from hdtensor.planner.library import DEVICES
+from hdtensor.planner.planning import explained
 from hdtensor.planner.profiles import Profile
 from hdtensor.planner.progress import Interrupt, ProgressBar
 from tests.paper.test_plans_json import DATA
@@ -195,6 +196,19 @@ def test_ctrl_c_leaves_the_best_plan_so_far(capsys, tmp_path, monkeypatch):
     assert value["why"]["is_complete"] is False
     assert read_planned(AnnotationPlan.load(path)).workload.batch == 16
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_while_the_plan_is_explained_does_not_lose_it(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+
+    def pressed(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return explained(*arguments)
+
+    monkeypatch.setattr(commands, "explained", pressed)
+    code, _, err = run(capsys, "plan", *SMALL, "-o", str(path))
+    assert (code, err) == (130, "hdtensor plan: interrupted; this is the best plan so far\n")
+    assert read_planned(AnnotationPlan.load(path)).workload.batch == 16
 
 
 def test_a_second_ctrl_c_ends_at_once():

@@ -300,6 +300,22 @@ def test_nvidia_smi_gives_the_links_and_the_user_the_kind(tmp_path):
         read_cluster(str(path), device="A100")
 
 
+def test_slurm_that_is_too_large_is_refused_before_anything_is_made():
+    for tasks in ("1(x1048576)", "65537", "32768(x2),1"):
+        with pytest.raises(
+            PlannerError, match=r"^SLURM_TASKS_PER_NODE: .* is more than 65536 ranks"
+        ):
+            cluster_of_slurm({"SLURM_TASKS_PER_NODE": tasks}, "H20")
+        with pytest.raises(
+            PlannerError, match=r"^SLURM_TASKS_PER_NODE: .* is more than 65536 ranks"
+        ):
+            cluster_of_slurm({"SLURM_TASKS_PER_NODE": tasks, "SLURM_GPUS_PER_NODE": "1"}, "H20")
+    # A node of very many and very many nodes of one: cyclic order takes no longer than their ranks.
+    cyclic = {"SLURM_TASKS_PER_NODE": "30000,1(x30000)", "SLURM_DISTRIBUTION": "cyclic"}
+    with pytest.raises(PlannerError, match=r"^SLURM_DISTRIBUTION: cyclic deals"):
+        cluster_of_slurm(cyclic, "H20")
+
+
 def test_slurm_says_nodes_and_perhaps_devices():
     job = {"SLURM_JOB_NUM_NODES": "3", "SLURM_GPUS_PER_NODE": "h100:4"}
     assert [(n.device.name, n.num_devices) for n in cluster_of_slurm(job).nodes] == [

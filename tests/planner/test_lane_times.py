@@ -3,9 +3,11 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from hdtensor.errors import PlannerError
 from hdtensor.pipeline import Durations, Lane, LaneRun, build_schedule, simulate
 from hdtensor.planner.blocking_times import blocking_end_times
 from hdtensor.planner.lane_times import LaneTimes, end_times
+from hdtensor.planner.workload import Workload
 
 
 def run(times, count, *, is_blocking=False, name="1F1B"):
@@ -20,11 +22,10 @@ def run(times, count, *, is_blocking=False, name="1F1B"):
     )
 
 
-def by_events(times, count, *, is_blocking):
-    kinds = ("F", "B", "message") if is_blocking else ("F", "B")
-    spans = [
-        span for span in run(times, count, is_blocking=is_blocking).spans if span.kind in kinds
-    ]
+def by_events(times, count, *, is_blocking=False, name="1F1B"):
+    kinds = {"F", "B", "I", "W"} | ({"message"} if is_blocking else set())
+    timeline = run(times, count, is_blocking=is_blocking, name=name)
+    spans = [span for span in timeline.spans if span.kind in kinds]
     return [
         max((span.end for span in spans if i in span.ranks), default=0.0)
         for i in range(times.num_stages)
@@ -47,18 +48,42 @@ def test_the_fast_ways_give_the_numbers_of_the_events(times, count):
     assert end_times(times, count) == pytest.approx(
         by_events(times, count, is_blocking=False), **close
     )
+    for name in ("ZB-H1", "GPipe"):
+        assert end_times(times, count, name) == pytest.approx(
+            by_events(times, count, name=name), **close
+        )
     if count:
         assert blocking_end_times(times, count) == pytest.approx(
             by_events(times, count, is_blocking=True), **close
         )
 
 
-@pytest.mark.parametrize("ends", [end_times, blocking_end_times])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        end_times,
+        blocking_end_times,
+        lambda times, count: end_times(times, count, "zb-h1"),
+        lambda times, count: end_times(times, count, "gpipe"),
+    ],
+    ids=["1F1B", "blocking", "ZB-H1", "GPipe"],
+)
 def test_thousands_of_microbatches_are_skipped_over_exactly(ends):
     """Periods are of whole numbers here, so every sum is exact."""
     times = LaneTimes((3.0, 5.0, 2.0), (7.0, 8.0, 4.0), (1.0, 1.0), (2.0, 1.0))
     few, more, many = (max(ends(times, count)) for count in (100, 101, 100_100))
     assert many - few == (more - few) * 100_000
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBV"])
+def test_schedules_with_several_stages_on_a_rank_are_refused(name):
+    times = LaneTimes((1.0,), (1.0,), (), ())
+    with pytest.raises(PlannerError, match=f"^schedule: '{name}' is not planned; allowed: 1F1B"):
+        end_times(times, 1, name)
+    with pytest.raises(
+        PlannerError, match=f"^schedule: must be one of 1F1B, GPipe, ZB-H1, got '{name}'"
+    ):
+        Workload(batch=1, context=1, schedule=name)
 
 
 def test_unlike_stages_by_hand():

@@ -14,7 +14,7 @@ from hdtensor.planner.page import page_html
 from hdtensor.planner.page_style import stage_color
 from hdtensor.planner.planning import make_costs, predict
 from hdtensor.planner.strategy import LaneChoice, StageChoice, Strategy
-from hdtensor.planner.summary import group_lanes
+from hdtensor.planner.summary import LaneGroup, group_lanes
 from hdtensor.planner.text_report import step_text
 from hdtensor.planner.workload import Workload
 from tests.paper.test_plans_json import DATA
@@ -187,3 +187,20 @@ def test_white_text_is_readable_on_every_stage(num_stages):
             assert 1.05 / (luminance + 0.05) > 4.45, (lane, stage, color)
             seen.add(color)
     assert len(seen) > 36 * num_stages
+
+
+def test_long_lists_of_lanes_are_cut_between_numbers_and_long_numbers_are_small():
+    few, many = LaneGroup((0, 2, 4), ()), LaneGroup(tuple(range(0, 1000, 2)), ())
+    assert few.title == "lanes 0,2,4 (alike)"
+    assert many.title == "lanes 0,2,4,6,8,10,12,14,16,... (500 lanes) (alike)"
+    for num, nodes in ((8, 0), (1008, 126)):
+        cluster = cluster_of_text(f"{num}x H800")
+        stage = StageChoice(tuple(range(8)), 32, 8)
+        planned = Planned(
+            Strategy((LaneChoice((stage,), 4, 1),)),
+            find_model("llama-7b"),
+            cluster,
+            Workload(batch=4, context=2048),
+        )
+        page = page_html(predict(planned, make_costs(planned.model, planned.workload, cluster)))
+        assert page.count('class="ranks long"') == nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -15,7 +16,7 @@ from hdtensor.planner.roofline import RooflineCosts
 from hdtensor.planner.score import Scorer
 from hdtensor.planner.search import search
 from hdtensor.planner.simulate import simulate_strategy
-from hdtensor.planner.space import SearchOptions, make_space
+from hdtensor.planner.space import SearchOptions, can_deal, make_space
 from hdtensor.planner.strategy import LaneChoice, StageChoice, Strategy
 from hdtensor.planner.workload import Workload
 from tests.planner.small import TableCosts, all_strategies, random_space
@@ -214,3 +215,37 @@ def test_unlike_lanes_are_scored_as_the_events_say():
     scored = scorer.score(heavy)
     assert scored is None or scored.seconds >= found.seconds
     assert scorer.score(heavy) is scored
+
+
+def test_a_batch_is_dealt_if_some_lanes_can():
+    def by_force(batch, sizes, lanes):
+        return any(
+            sum(c * s for c, s in zip(counts, some, strict=True)) == batch
+            for some in itertools.combinations_with_replacement(sizes, lanes)
+            for counts in itertools.product(*(range(1, batch // s + 1) for s in some))
+        )
+
+    for sizes in [(1,), (2, 4), (3, 5), (4, 6, 9), (2, 3, 7)]:
+        for batch, least, more in itertools.product(range(1, 15), (1, 2, 3), (0, 1)):
+            wanted = any(by_force(batch, sizes, n) for n in range(least, least + more + 1))
+            assert can_deal(batch, sizes, least, least + more) == wanted, (
+                sizes,
+                batch,
+                least,
+                more,
+            )
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        (33, {"mbs": (4,)}, "mbs: 33 samples cannot be dealt to 1 to 8 lanes in micro-batches of 4, one size"),
+        (33, {"mbs": (4, 5), "max_lanes": 1}, "mbs: 33 samples cannot be dealt to 1 to 1 lanes"),
+        (3, {"min_lanes": 4}, "mbs: 3 samples cannot be dealt to 4 to 8 lanes"),
+        (64, {"min_lanes": 9}, "mbs: 64 samples cannot be dealt to 9 to 8 lanes"),
+        (64, {"mbs": (128,)}, "mbs: 64 samples cannot be dealt"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_cannot_be_dealt_is_not_called_a_want_of_memory(batch, options, message):
+    with pytest.raises(PlannerError, match=f"^{message}"):
+        planned("8x H20", "llama-7b", batch, SearchOptions(**options))
