@@ -30,7 +30,8 @@ from hdtensor.planner.space import Space
 from hdtensor.planner.strategy import LaneChoice, StageChoice, Strategy
 
 
-#: Lanes up to which a space is small.
+#: Devices and lanes up to which a space is small.
+_MOST_DEVICES = 8
 _MOST_LANES = 20_000
 #: What may be done: a set of lanes looked at is 1, a lane or a step simulated is more.
 _EFFORT = 250_000
@@ -95,6 +96,8 @@ def search_all(
         seconds: Of the known strategy's step; infinite if there is none.
         should_stop: Is asked now and then; once it says yes, what was found so far is returned.
     """
+    if sum(space.devices) > _MOST_DEVICES:
+        return Exhausted((), False)
     nodes = [(pool, ranks) for pool, own in enumerate(space.pools) for ranks in own.ranks]
     lanes = list(itertools.islice(_all_lanes(space, nodes), _MOST_LANES + 1))
     if len(lanes) > _MOST_LANES:

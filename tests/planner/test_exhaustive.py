@@ -12,6 +12,7 @@ from hdtensor.errors import PlannerError
 from hdtensor.planner.bounds import Bound
 from hdtensor.planner.cluster import Cluster, Link, Node
 from hdtensor.planner.exhaustive import search_all
+from hdtensor.planner.replan import replan
 from hdtensor.planner.score import Scorer
 from hdtensor.planner.search import Candidate, best_of, search
 from hdtensor.planner.simulate import simulate_strategy
@@ -178,3 +179,36 @@ def test_the_faster_of_two_placements_of_equal_lanes_is_kept():
         found = best_of(space, candidates, None, Bound(0.5, 0.5), 2)
         assert found.seconds == 1.0
         assert found.candidates == (fast,)
+
+
+@pytest.mark.parametrize("seed", [7, 17, 30, 42, 44, 50])
+def test_re_plans_of_small_clusters_are_the_best_for_any_ranks_left(seed):
+    """Also back on all ranks, where larger stages have room again."""
+    space = random_space(seed)
+    everything = range(space.cluster.num_ranks)
+    try:
+        before = search(space)
+    except PlannerError:
+        return
+    for ranks in itertools.chain.from_iterable(
+        itertools.combinations(everything, size) for size in everything[1:]
+    ):
+        fresh = make_space(
+            space.cluster,
+            space.costs,
+            space.workload,
+            space.num_layers,
+            space.options,
+            ranks=ranks,
+        )
+        try:
+            best = search(fresh).seconds
+        except PlannerError:
+            with pytest.raises(PlannerError):
+                replan(before, ranks)
+            continue
+        after = replan(before, ranks)
+        assert after.seconds == pytest.approx(best, rel=1e-9)
+        used = {rank for lane in after.strategy.lanes for s in lane.stages for rank in s.ranks}
+        assert used <= set(ranks)
+        assert replan(after, everything).seconds == pytest.approx(before.seconds, rel=1e-9)
