@@ -37,8 +37,9 @@ _MOST_LANES = 20_000
 _EFFORT = 250_000
 _LANE_EFFORT = 4
 _STEP_EFFORT = 30
-#: Events take longer than the exact end of 1F1B.
+#: Events take longer than the exact end of 1F1B, and longer for each so many micro-batches.
 _EVENTS = 12
+_FEW = 32
 #: A faster strategy begins all again only if it is so much faster.
 _WORTHWHILE = 0.99
 #: Relative difference that rounding makes.
@@ -229,7 +230,8 @@ class _Run:
             lanes = [(lane, count) for lane, count in zip(chosen, counts, strict=True)]
             if any(self.lane_seconds(*each) >= self.seconds for each in lanes):
                 continue
-            self._spend(_STEP_EFFORT * (1 if self.is_1f1b else _EVENTS))
+            events = _EVENTS * (1 + sum(counts) // _FEW)
+            self._spend(_STEP_EFFORT * (1 if self.is_1f1b else events))
             scored = self.scorer.score(self._strategy(lanes))
             if scored is not None and scored.seconds < self.seconds * (1 - _SAME):
                 self.seconds = scored.seconds
@@ -309,7 +311,7 @@ class _Run:
 
     def _lane_seconds(self, lane: _PlacedLane, count: int) -> float:
         """Return when a lane would end if all that lanes do together took no time."""
-        self._spend(_LANE_EFFORT * (1 if self.is_1f1b else _EVENTS))
+        self._spend(_LANE_EFFORT * (1 if self.is_1f1b else _EVENTS * (1 + count // _FEW)))
         stages, times = self.placed(lane)
         traits = self.space.costs.runtime()
         if self.is_1f1b:

@@ -22,9 +22,10 @@ from hdtensor.planner.text_report import (
 )
 
 
-#: Rejected plans that are reported; those of them whose loss is looked into.
+#: Rejected plans that are reported; those of them whose loss is looked into, and with how many passes at most.
 _MOST_ALTERNATIVES = 8
 _MOST_SIMULATED = 4
+_MOST_PASSES = 1 << 14
 
 
 class Move(NamedTuple):
@@ -143,7 +144,9 @@ def _alternatives(
     chosen = _slowest(summary.lane_seconds)
     for number, candidate in enumerate(rejected[:_MOST_ALTERNATIVES]):
         reason = f"{candidate.seconds / summary.prediction.seconds - 1:.2%} slower"
-        if number < _MOST_SIMULATED:
+        lanes = candidate.strategy.lanes
+        passes = sum(lane.num_microbatches * len(lane.stages) for lane in lanes)
+        if number < _MOST_SIMULATED and passes <= _MOST_PASSES:
             reason += _loss(candidate, chosen, summary.planned, costs)
         yield {"what": candidate.what, "seconds": candidate.seconds, "reason": reason}
 
