@@ -28,7 +28,7 @@ _MOST_MOVES = 16
 _LEAST_GAIN = 1e-6
 
 #: Micro-batches of all stages that are simulated at most.
-MAX_PASSES = 1 << 18
+MAX_PASSES = 1 << 16
 
 
 def make_costs(

@@ -9,19 +9,21 @@ Source: HSPMD, appendix A.1 (b): the search space of the first level is cut by w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from hdtensor.planner.bounds import Bound, work_bound
+from hdtensor.planner.exhaustive import search_all
 from hdtensor.planner.levels import Level, deal_among, describe
 from hdtensor.planner.place import LaneDraft, place
 from hdtensor.planner.refine import refine_microbatches
 from hdtensor.planner.score import Scorer
 from hdtensor.planner.search import Candidate, SearchResult, best_of, search
 from hdtensor.planner.shapes import find_shapes, fits
-from hdtensor.planner.space import Pool, Space, make_space
+from hdtensor.planner.space import Pool, Space, find_kinds, make_space
 from hdtensor.planner.strategy import LaneChoice, Strategy
 
 
@@ -56,10 +58,18 @@ def replan(result: SearchResult, ranks: Iterable[int]) -> SearchResult:
             candidates.append(
                 Candidate(scored.seconds, describe(space, lanes), strategy, tuple(lanes))
             )
+    best = min((c.seconds for c in candidates), default=math.inf)
+    every = search_all(space, scorer, best)
+    candidates += [
+        Candidate(each.seconds, describe(space, lanes), each.strategy, lanes)
+        for each, lanes in every.faster
+    ]
     if not candidates:
         return search(space)
     work = work_bound(space)
     found = best_of(space, candidates, None, Bound(work, work), scorer.num_scored)
+    if every.is_complete:
+        found = replace(found, bound=Bound(found.seconds, min(work, found.seconds)))
     return replace(found, levels=result.levels)
 
 
@@ -78,7 +88,7 @@ def with_ranks(space: Space, allowed: set[int]) -> Space | None:
         pools.append(pool._replace(nodes=numbers, ranks=left))
     if sum(len(left) for pool in pools for left in pool.ranks) < len(allowed):
         return None
-    if any(max(map(len, pools[kind.pool].ranks)) < kind.size for kind in space.kinds):
+    if find_kinds(pools, space.options) != space.kinds:
         return None
     return replace(space, pools=tuple(pools))
 
@@ -163,7 +173,7 @@ def _draft_of(space: Space, lane: LaneChoice) -> LaneDraft:
 def _with_counts(lanes: Sequence[LaneChoice], drafts: Sequence[LaneDraft]) -> Strategy:
     return Strategy(
         tuple(
-            lane._replace(num_microbatches=draft.num_microbatches)
+            lane._replace(num_microbatches=draft.num_microbatches, mbs=draft.mbs)
             for lane, draft in zip(lanes, drafts, strict=True)
         )
     )

@@ -39,7 +39,7 @@ class Scorer:
     _known: dict[Strategy, Scored | None] = field(default_factory=dict)
 
     def score(self, strategy: Strategy) -> Scored | None:
-        """Return a strategy with its seconds, or None if it does not fit in memory."""
+        """Return a strategy with its seconds, or None if memory or the numbers of lanes allowed do not hold it."""
         if strategy not in self._known:
             self._known[strategy] = self._score(strategy)
         return self._known[strategy]
@@ -53,8 +53,10 @@ class Scorer:
         return Scored(seconds, strategy)
 
     def _fits(self, strategy: Strategy) -> bool:
-        space = self.space
-        sharers = len(strategy.lanes) if space.workload.zero else 1
+        space, num_lanes = self.space, len(strategy.lanes)
+        if not space.options.min_lanes <= num_lanes <= (space.options.max_lanes or num_lanes):
+            return False
+        sharers = num_lanes if space.workload.zero else 1
         for choice, stages in zip(
             strategy.lanes, place_lanes(strategy, space.cluster), strict=True
         ):

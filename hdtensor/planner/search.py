@@ -21,6 +21,7 @@ import numpy as np
 from hdtensor.errors import PlannerError
 from hdtensor.planner.bounds import Bound, lower_bound, work_bound
 from hdtensor.planner.columns import find_messages
+from hdtensor.planner.exhaustive import search_all
 from hdtensor.planner.levels import Level, deal, describe
 from hdtensor.planner.place import LaneDraft, place
 from hdtensor.planner.refine import refine_layers, refine_microbatches
@@ -145,6 +146,7 @@ class _Run:
         self.levels: list[Level] = []
         self.is_complete = False
         self._messages = find_messages(space)
+        self.is_best = False  # whether all strategies were gone through
         self._report, self._should_stop = report, should_stop
 
     @property
@@ -163,7 +165,18 @@ class _Run:
                 return
             if not (self.candidates and self._likely(num_lanes) > _FAR):
                 self._level(shapes, num_lanes)
+        self._exhaust()
         self.is_complete = True
+
+    def _exhaust(self) -> None:
+        """Go through all strategies of a small cluster that could be faster."""
+        if self.space.options.equal_lanes:
+            return
+        found = search_all(self.space, self.scorer, self.seconds, self._should_stop)
+        for scored, lanes in found.faster:
+            what = describe(self.space, lanes)
+            self.candidates.append(Candidate(scored.seconds, what, scored.strategy, lanes))
+        self.is_best = found.is_complete
 
     def _likely(self, num_lanes: int) -> float:
         """Return how far a number of lanes is from the usual one, of about eight devices a lane."""
@@ -200,6 +213,10 @@ class _Run:
 
     def _try_whole(self, level: Level, seconds: float, room: np.ndarray) -> None:
         lanes = level.whole(seconds, room)
+        most = self.space.options.max_lanes
+        if most is not None and len(lanes) > most:
+            caps = level.caps(seconds)
+            lanes = sorted(lanes, key=lambda lane: -caps[lane])[:most]
         dealt = deal(level, lanes, seconds) if lanes else None
         if dealt is not None:
             self._try(level, dealt)
@@ -232,7 +249,10 @@ class _Run:
         found = best_of(
             self.space, self.candidates, self.uniform, Bound(0.0, 0.0), self.scorer.num_scored
         )
-        bound = lower_bound(self.space, found.seconds)
+        if self.is_best:
+            bound = Bound(found.seconds, min(work_bound(self.space), found.seconds))
+        else:
+            bound = lower_bound(self.space, found.seconds)
         return replace(found, bound=bound, is_complete=self.is_complete, levels=tuple(self.levels))
 
 
@@ -255,7 +275,9 @@ def best_of(
     Raises:
         PlannerError: If there is no strategy at all.
     """
-    ranked = sorted({c.what: c for c in candidates}.values(), key=lambda c: c.seconds)
+    # Equal lanes may stand on other ranks: the fastest placement is the last one that the dictionary takes.
+    slowest_first = sorted(candidates, key=lambda c: -c.seconds)
+    ranked = sorted({c.what: c for c in slowest_first}.values(), key=lambda c: c.seconds)
     best = ranked[0] if ranked else None
     if uniform and (best is None or uniform.seconds < best.seconds):
         strategy, seconds = uniform.strategy, uniform.seconds
@@ -290,7 +312,13 @@ def _level_numbers(space: Space) -> Iterator[int]:
 
 def _too_large(space: Space) -> str:
     """Return the message for a model that does not fit, with what binds."""
-    prices = space.prices
+    prices, least = space.prices, space.options.min_lanes
+    most = min(sum(space.devices), space.workload.batch)
+    if least > most:
+        return (
+            f"min_lanes: {sum(space.devices)} devices and {space.workload.batch} samples make at most {most} lanes, got "
+            f"{least}. Ask for fewer."
+        )
     shared = sum(space.devices) if space.workload.zero else 1
     per_layer = prices.fixed[1] + prices.shared[1] / shared
     need = np.nanmin(np.where(np.isfinite(per_layer), per_layer * _sizes(space), np.nan))
@@ -299,7 +327,7 @@ def _too_large(space: Space) -> str:
         f"memory: no strategy fits. A layer's parameters, gradients and optimizer state take {need / 1e9:.3g} GB at "
         f"least, {space.num_layers} layers {need * space.num_layers / 1e9:.4g} GB beside activations; all devices have "
         f"{total / 1e9:.4g} GB. Take more devices, recompute='full', zero=1, a smaller mbs or more than "
-        f"{space.options.max_stages} stages (max_stages)."
+        f"{space.options.max_stages} stages (max_stages){', or fewer lanes (min_lanes)' if least > 1 else ''}."
     )
 
 
