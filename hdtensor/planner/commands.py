@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from hdtensor.errors import PlannerError
+from hdtensor.placements.checks import ranks_text
 from hdtensor.planner.command_inputs import (
     add_cluster,
     add_plan_file,
@@ -115,7 +116,8 @@ def _plan(options: argparse.Namespace) -> int:
     lost = set(options.without)
     if not lost < set(range(cluster.num_ranks)) and lost:
         raise PlannerError(
-            f"without: the cluster has ranks 0 to {cluster.num_ranks - 1}, and some must be left."
+            f"without: the cluster has ranks 0 to {cluster.num_ranks - 1}, and some must be left; "
+            f"got {ranks_text(tuple(sorted(lost)))}."
         )
     started = time.monotonic()
     with Interrupt() as interrupt, ProgressBar("searching") as bar:

@@ -288,6 +288,12 @@ def _level_numbers(space: Space) -> Iterator[int]:
 
 def _too_large(space: Space) -> str:
     """Return the message for a model that does not fit, with what binds."""
+    batch, least = space.workload.batch, math.gcd(*space.options.mbs)
+    if batch % least:
+        return (
+            f"batch: {batch} samples are no whole micro-batches of {', '.join(map(str, space.options.mbs))}; "
+            f"take a batch that {least} divides, or other sizes (mbs)."
+        )
     prices = space.prices
     shared = sum(space.devices) if space.workload.zero else 1
     per_layer = prices.fixed[1] + prices.shared[1] / shared
