@@ -63,7 +63,9 @@ def read_plan(path: str | os.PathLike[str], *, label: str | None = None) -> Anno
     labels = [str(plan.get("label")) for plan in plans]
     fitting = [i for i, name in enumerate(labels) if label is not None and name.startswith(label)]
     if len(fitting) != 1:
-        fault = "there are several plans" if not fitting else "more than one plan fits"
+        fault = "there are several plans"
+        if label is not None:
+            fault = f"{'more than one plan fits' if fitting else 'no plan fits'} {shown(label)}"
         raise PlanError(
             f"label: {fault} in {os.fspath(path)!r}; give the beginning of one label of "
             f"{'; '.join(shown(name) for name in labels)}."
@@ -94,7 +96,7 @@ def read_model(plan: AnnotationPlan, name: str | None = None) -> ModelDescriptio
         config = check_object("config", parse_json(read_file(name)))
     else:
         raise PlanError(
-            f"model: {shown(name)} is unknown; known are {', '.join(MODELS)}. Give the path of its config.json."
+            f"model: {shown(name)} is unknown; known are {', '.join(MODELS)}. Give the path of its config.json by --model."
         )
 
     def number(key: str, default: Any = None) -> int:

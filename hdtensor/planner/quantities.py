@@ -62,11 +62,10 @@ def read_quantity(
         unit = match[2]
         if not unit or unit in units:
             number = float(match[1]) * units.get(unit, 1.0)
-    examples = ", ".join(list(units)[:8])
     if number is None:
-        raise PlannerError(
-            f"{field}: must be a number with one of the units {examples}, got {shown(value)}."
-        )
+        named = ", ".join(unit for unit in units if unit)
+        allowed = f"a number with one of the units {named}" if named else "a number"
+        raise PlannerError(f"{field}: must be {allowed}, got {shown(value)}.")
     if not least <= number <= most:
         raise PlannerError(f"{field}: must be from {least:g} to {most:g}, got {shown(value)}.")
     return number

@@ -107,7 +107,8 @@ def step_text(summary: Summary) -> str:
     ]
     lines.append(f"critical path  {critical_text(summary)}")
     if summary.idle_ranks:
-        lines.append(f"left idle      ranks {ranks_text(summary.idle_ranks)}")
+        plural = "" if len(summary.idle_ranks) == 1 else "s"
+        lines.append(f"left idle      rank{plural} {ranks_text(summary.idle_ranks)}")
     lines += ["", *table_lines(_stage_rows(summary))]
     lines += ["", *table_lines(_lane_rows(summary))]
     lines += ["", *table_lines(_memory_rows(summary))]

@@ -193,7 +193,8 @@ def test_whatever_is_wrong_is_one_line(capsys, tmp_path):
     StrategyPlan(uniform=Uniform(dp=1, tp=1, pp=2)).save(silent)
     for arguments, fault in [
         ([several], "label: there are several plans in"),
-        ([several, "--label", "C"], "label: more than one plan fits in"),
+        ([several, "--label", "C"], "label: more than one plan fits 'C' in"),
+        ([several, "--label", "C9"], "label: no plan fits 'C9' in"),
         ([several, "--label", "70B, 16 H800, 24"], None),
         ([one, "--label", "C2"], "is one plan; leave the label out"),
         ([silent], "model: the plan does not say its model; give one of llama-7B, llama-13B"),

@@ -262,6 +262,7 @@ def test_a_cluster_is_what_its_fields_say():
         ("nodes: [{device: H20, cuont: 1}]", r"nodes\[0\].cuont: unknown key; did you mean 'count'"),
         ("nodes: [{device: H20, inside: fast}]", r"nodes\[0\].inside: must be a number with one of"),
         ("cluster: 8x H20\nnetwork: 5 GB", "network: must be a number with one of the units B/s"),
+        ("cluster: 8x a\ndevices: {a: {like: H20, speed: fast}}", "devices.a.speed: must be a number, got 'fast'"),
         ("cluster: 8x H20\nnetwork: 0", "network: must be from 1 to"),
         ("cluster: 8x H20\nnetwork: -1", "network: must be from 1 to"),
         ("cluster: 8x H20\nlinks: [{between: [a, b], bandwidth: 1 GB/s}]", r"links\[0\].between: must be two of the zones and devices H20"),

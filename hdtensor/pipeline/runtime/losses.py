@@ -32,7 +32,15 @@ def causal_lm_loss(
         output: Logits (batch, sequence, vocabulary), or what a model returns with ``logits`` in it.
         labels: (batch, sequence), not shifted.
         ignore_index: Labels that do not count.
+
+    Raises:
+        PlanError: If the batch has no labels.
     """
+    if not isinstance(labels, torch.Tensor):
+        raise PlanError(
+            f"causal_lm_loss needs a batch with 'labels', a tensor of (batch, sequence), got {type(labels).__name__}. Add "
+            f"them, or name what the batch has instead: Runner(..., targets=('name',))."
+        )
     logits = output if isinstance(output, torch.Tensor) else output.logits
     targets = labels[:, 1:].reshape(-1)
     flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
