@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 from typing import Any
@@ -154,6 +155,27 @@ def costs_of(planned: Planned, options: argparse.Namespace) -> CostModel:
     """Return the costs by the profiles that the options give."""
     profiles = [Profile.load(path) for path in options.profile]
     return make_costs(planned.model, planned.workload, planned.cluster, profiles)
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, before anything is searched for.
+
+    Raises:
+        PlannerError: It names the option and the folder.
+    """
+    for name in ("output", "html", "trace"):
+        path = getattr(options, name, None)
+        if path is None:
+            continue
+        folder = os.path.dirname(path) or "."
+        if not os.path.isdir(folder):
+            raise PlannerError(
+                f"{name}: there is no folder {folder!r} for {path!r}; make it first."
+            )
+        if os.path.isdir(path):
+            raise PlannerError(f"{name}: {path!r} is a folder; name a file in it.")
+        if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            raise PlannerError(f"{name}: {path!r} may not be written; name another file.")
 
 
 def number(text: str) -> int:

@@ -18,6 +18,7 @@ from hdtensor.planner.command_inputs import (
     add_profiles,
     add_search,
     add_workload,
+    check_outputs,
     cluster_of,
     costs_of,
     number,
@@ -89,6 +90,7 @@ def add_plan(commands: Commands) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    check_outputs(options)
     started = time.monotonic()
     with Interrupt() as interrupt:  # until the plan is written, so that no Ctrl-C loses it
         with ProgressBar("searching") as bar:
@@ -176,6 +178,7 @@ def add_simulate(commands: Commands) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    check_outputs(options)
     summary = summary_of(options)
     _write_outputs(summary, options)
     if options.json:
@@ -259,6 +262,7 @@ def add_profile(commands: Commands) -> None:
 
 
 def _profile(options: argparse.Namespace) -> int:
+    check_outputs(options)
     names = ("tps", "batch_sizes", "contexts", "num_ranks", "sizes")
     wanted = ProfileOptions(
         **{name: getattr(options, name) for name in names},

@@ -122,7 +122,8 @@ def check_lost(lost: set[int], num_ranks: int) -> None:
     """
     if lost and not lost < set(range(num_ranks)):
         raise PlannerError(
-            f"without: the cluster has ranks 0 to {num_ranks - 1}, and some must be left."
+            f"without: the cluster has ranks 0 to {num_ranks - 1}, and some must be left; got "
+            f"{ranks_text(tuple(sorted(lost)))}."
         )
 
 
