@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -20,17 +20,21 @@ def has_hooks(module: nn.Module) -> bool:
                 parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1
             ):
                 return True
-        if inner is module:
-            continue
-        tables: list[Mapping[int, Any]] = [
-            inner._forward_hooks,
-            inner._forward_pre_hooks,
-            inner._backward_hooks,
-            inner._backward_pre_hooks,
-        ]
-        if any(not _is_known(hook) for table in tables for hook in table.values()):
+        if inner is not module and not all(map(_is_known, hooks_on(inner))):
             return True
     return False
+
+
+def hooks_on(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks that run around a module's calls, of forward and of backward."""
+    tables: tuple[Mapping[int, Any], ...] = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    for table in tables:
+        yield from table.values()
 
 
 def _is_known(hook: Any) -> bool:

@@ -141,3 +141,22 @@ class CostModel(ABC):
     def runtime(self) -> RuntimeTraits:
         """Return what depends on the software; that of this package sends while it computes."""
         return RuntimeTraits()
+
+
+class SummedCosts(CostModel):
+    """A cost model whose seconds are the sums of its terms, each asked for once."""
+
+    _cache: dict[tuple[Unit, StageGroup, int], UnitSeconds]
+
+    def seconds(self, unit: Unit, group: StageGroup, mbs: int) -> UnitSeconds:
+        """Return what a unit takes for a micro-batch of ``mbs`` samples."""
+        key = (unit, group, mbs)
+        if key not in self._cache:
+            parts = self.terms(unit, group, mbs).values()
+            sums = UnitSeconds(sum(p.forward for p in parts), sum(p.backward for p in parts))
+            self._cache[key] = sums
+        return self._cache[key]
+
+    @abstractmethod
+    def terms(self, unit: Unit, group: StageGroup, mbs: int) -> dict[str, UnitSeconds]:
+        """Return the seconds of each part of a unit's passes."""

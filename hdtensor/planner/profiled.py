@@ -14,11 +14,11 @@ from hdtensor.errors import PlannerError
 from hdtensor.planner.cluster import Link
 from hdtensor.planner.collective_times import all_reduce_seconds
 from hdtensor.planner.costs import (
-    CostModel,
     LayerSpan,
     RuntimeTraits,
     StageGroup,
     StageMemory,
+    SummedCosts,
     Unit,
     UnitSeconds,
 )
@@ -50,7 +50,7 @@ class RuntimeConstants:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfiledCosts(CostModel):
+class ProfiledCosts(SummedCosts):
     """Costs from profiles of some devices; of all others from the roofline.
 
     Attributes:
@@ -92,15 +92,6 @@ class ProfiledCosts(CostModel):
     def lines(self) -> dict[str, ProfileLines]:
         """Name of a device -> what its profile says."""
         return {name: ProfileLines(each, self.roofline) for name, each in self.profiles.items()}
-
-    def seconds(self, unit: Unit, group: StageGroup, mbs: int) -> UnitSeconds:
-        """Return what a unit takes for a micro-batch of ``mbs`` samples."""
-        key = (unit, group, mbs)
-        if key not in self._cache:
-            parts = self.terms(unit, group, mbs).values()
-            sums = UnitSeconds(sum(p.forward for p in parts), sum(p.backward for p in parts))
-            self._cache[key] = sums
-        return self._cache[key]
 
     def terms(self, unit: Unit, group: StageGroup, mbs: int) -> dict[str, UnitSeconds]:
         """Return the seconds of each part of a unit's passes."""

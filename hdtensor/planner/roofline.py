@@ -9,10 +9,10 @@ from hdtensor.errors import PlannerError
 from hdtensor.planner.cluster import Link
 from hdtensor.planner.collective_times import all_reduce_seconds, gather_seconds, send_seconds
 from hdtensor.planner.costs import (
-    CostModel,
     LayerSpan,
     StageGroup,
     StageMemory,
+    SummedCosts,
     Unit,
     UnitSeconds,
 )
@@ -61,7 +61,7 @@ class Efficiency:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RooflineCosts(CostModel):
+class RooflineCosts(SummedCosts):
     """Seconds from operations and bytes over the rates of a device (roofline, Williams et al. 2009).
 
     A unit's matrix products, its attention and what only moves memory follow one another, so their times add
@@ -107,15 +107,6 @@ class RooflineCosts(CostModel):
     def itemsize(self) -> int:
         """Bytes of an element of parameters and activations."""
         return BYTES[self.workload.precision]
-
-    def seconds(self, unit: Unit, group: StageGroup, mbs: int) -> UnitSeconds:
-        """Return what a unit takes for a micro-batch of ``mbs`` samples."""
-        key = (unit, group, mbs)
-        if key not in self._cache:
-            parts = self.terms(unit, group, mbs).values()
-            sums = UnitSeconds(sum(p.forward for p in parts), sum(p.backward for p in parts))
-            self._cache[key] = sums
-        return self._cache[key]
 
     def terms(self, unit: Unit, group: StageGroup, mbs: int) -> dict[str, UnitSeconds]:
         """Return the seconds of each part of a unit's passes."""

@@ -22,6 +22,9 @@ class InputLayout:
     """Where the tensors of a lane's micro-batches go.
 
     A batch is a mapping, whose targets are known by name, or a tuple whose last element is the target.
+
+    Attributes:
+        plan: The lane's.
     """
 
     def __init__(
@@ -34,14 +37,14 @@ class InputLayout:
             targets: Names of what the loss needs.
             keep_plain: Names of what stays plain, and is the same on every rank of the lane.
         """
-        self._plan = plan
+        self.plan = plan
         self._targets = tuple(targets)
         self._keep_plain = frozenset(keep_plain)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The lane's ranks."""
-        return self._plan.lane.ranks
+        return self.plan.lane.ranks
 
     def needed_by(self, rank: int, part: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of a micro-batch for all tensors whose values a rank needs.
@@ -50,7 +53,7 @@ class InputLayout:
             rank: One of the lane's.
             part: The micro-batch.
         """
-        inputs, labels = self._plan.inputs.ranks, self._plan.labels.ranks
+        inputs, labels = self.plan.inputs.ranks, self.plan.labels.ranks
         for key, value in part.items() if isinstance(part, Mapping) else enumerate(part):
             is_target = key in self._targets if isinstance(part, Mapping) else key == len(part) - 1
             holders = labels if is_target else inputs
@@ -68,8 +71,8 @@ class InputLayout:
             plain_inputs: Whether the inputs stay as they are, where one rank has all of the first stage.
             plain_target: Whether the target stays as it is, where one rank needs all of it.
         """
-        inputs = None if plain_inputs else self._plan.inputs
-        labels = None if plain_target else self._plan.labels
+        inputs = None if plain_inputs else self.plan.inputs
+        labels = None if plain_target else self.plan.labels
         if isinstance(part, Mapping):
             to_model = {
                 k: v if k in self._keep_plain else _cut(v, inputs)

@@ -20,7 +20,6 @@ from hdtensor.pipeline.runtime.execute import Executor
 from hdtensor.pipeline.runtime.feed import MicroBatch
 from hdtensor.pipeline.runtime.gradients import StepGradients
 from hdtensor.pipeline.runtime.inputs import InputLayout
-from hdtensor.pipeline.runtime.lane_plan import LanePlan
 from hdtensor.pipeline.runtime.learned import Learned, Manner
 from hdtensor.pipeline.runtime.options import RunnerOptions
 from hdtensor.pipeline.runtime.parameters import LaneParameters
@@ -56,7 +55,7 @@ class LaneRank:
         self,
         model: nn.Module,
         state: ParallelState,
-        plan: LanePlan,
+        layout: InputLayout,
         loss_fn: losses.LossFunction,
         options: RunnerOptions,
     ) -> None:
@@ -65,11 +64,11 @@ class LaneRank:
         Args:
             model: Parallelized.
             state: What ``parallelize`` knows of it.
-            plan: What the lane executes.
+            layout: Of the lane's inputs, with what the lane executes.
             loss_fn: As for ``Runner``.
             options: As for ``Runner``.
         """
-        self.plan = plan
+        plan = self.plan = layout.plan
         self._model, self._state = model, state
         self._loss_fn, self._options = loss_fn, options
         self._configs = configs_of(model)
@@ -78,7 +77,7 @@ class LaneRank:
         self._stages = plan.lane.places[self._place].stages
         #: One rank has all of the last stage: the loss is computed on plain tensors.
         self._is_alone = plan.labels.ranks == (self._rank,)
-        self._layout = InputLayout(plan, options.targets, options.keep_plain)
+        self._layout = layout
         self.parameters = LaneParameters(model, plan.slots, options.gradient_dtype)
         self.gradients = StepGradients(self.parameters, self._stages)
         is_alone = [plan.lane.stages[s].ranks for s in self._stages] == [(self._rank,)]

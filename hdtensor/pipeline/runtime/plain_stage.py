@@ -21,6 +21,7 @@ from hdtensor._torch_compat import pytree
 from hdtensor.api.module_state import KeptState
 from hdtensor.api.points import is_own_hook
 from hdtensor.api.region_compile import not_compiled
+from hdtensor.api.region_hooks import hooks_on
 from hdtensor.api.region_watch import is_close
 from hdtensor.collectives import observe
 from hdtensor.errors import PipelineError
@@ -134,13 +135,7 @@ class PlainStage:
             self._is_hooked = any(
                 not (is_own_hook(hook) or isinstance(hook, StagePoint))
                 for module in self._model.modules()
-                for table in (
-                    module._forward_hooks,
-                    module._forward_pre_hooks,
-                    module._backward_hooks,
-                    module._backward_pre_hooks,
-                )
-                for hook in table.values()
+                for hook in hooks_on(module)
             )
         return self._is_hooked
 

@@ -116,17 +116,17 @@ class Runner:
         self._empty = EmptyGradients()
         self._recording: Recording | None = None
         self._optimized = OptimizerTargets(model, self._plan.zero)
-        self._mine = self._lane_rank(plans, description)
+        self._mine = self._lane_rank(layouts, description)
         self._watched = WatchedParameters(model)
 
     def _lane_rank(
-        self, plans: Sequence[LanePlan], description: ModelDescription
+        self, layouts: Sequence[InputLayout], description: ModelDescription
     ) -> LaneRank | None:
         """Return this rank's part of its lane, hooked into the model; None outside of all lanes."""
         index = self.lane_index
         if index is None:
             return None
-        mine = LaneRank(self.model, self._state, plans[index], self._loss_fn, self._options)
+        mine = LaneRank(self.model, self._state, layouts[index], self._loss_fn, self._options)
         rows = mine.schedule(self._schedule_name, self._counts[index] or DEFAULT_MICROBATCHES).rows
         choices = ("activation_checkpointing", "activation_offload")
         checkpointed, offloaded = (
