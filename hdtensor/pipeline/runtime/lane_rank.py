@@ -216,9 +216,10 @@ class LaneRank:
         mine, self.means = Totals(), NO_MEANS
         speaker, *others = self.plan.labels.subgroups[0].ranks
         if self._rank == speaker or others:
-            for total, count, is_mean in results:
-                number = losses.value_of(count)
-                mine += Totals(losses.value_of(total), number)
+            sums = losses.values_of([total for total, _, _ in results])
+            numbers = losses.values_of([count for _, count, _ in results])
+            for total, number, (_, _, is_mean) in zip(sums, numbers, results, strict=True):
+                mine += Totals(total, number)
                 if is_mean:
                     self.means = min(self.means[0], number), max(self.means[1], number)
         return mine if self._rank == speaker else Totals()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from hdtensor._torch_compat import pytree
+from hdtensor._torch_compat import new_wrapper, pytree
 from hdtensor.api.region_nodes import enter
 from hdtensor.errors import PlanError
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.placements import HDSpec
 from hdtensor.tensor import HDTensor
 
 
@@ -160,10 +163,17 @@ def zero_loss(output: Any) -> torch.Tensor | None:
     return None
 
 
-def value_of(x: Any) -> float:
-    """Return the value of a loss or a count; the ranks of its stage call it together."""
-    if isinstance(x, HDTensor):
-        dtensor = x.to_dtensor()
-        assert dtensor is not None, "its ranks call it"
-        return float(dtensor.full_tensor().detach())
-    return float(x)
+def values_of(found: Sequence[Any]) -> list[float]:
+    """Return the values of losses or counts; the ranks of their stage call it together, and sum what is pending once."""
+    values = [0.0 if isinstance(x, HDTensor) else float(x) for x in found]
+    by_spec: defaultdict[HDSpec, list[int]] = defaultdict(list)
+    for number, x in enumerate(found):
+        if isinstance(x, HDTensor):
+            by_spec[x.spec].append(number)
+    for spec, numbers in by_spec.items():
+        locals_ = torch.stack([found[i]._local_tensor.detach().double() for i in numbers])
+        bound = BoundSpec.bind(spec, locals_.shape, None, locals_.dtype)
+        dtensor = new_wrapper(HDTensor, locals_, bound, False).to_dtensor()
+        for number, value in zip(numbers, dtensor.full_tensor().tolist(), strict=True):
+            values[number] = value
+    return values
