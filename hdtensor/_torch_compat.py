@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._C import _disabled_torch_function_impl as no_torch_function
+from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
@@ -66,6 +67,7 @@ __all__ = [
     "observe_conversion",
     "pytree",
     "raw_apply",
+    "register_value_type",
     "replace_lbfgs_parts",
     "saved_tensor_hooks",
     "storage_of",
@@ -107,6 +109,17 @@ def decomposed(func: Any) -> Callable[..., Any] | None:
 def keep_in_order(name: str, library: torch.library.Library) -> None:
     """Have ``torch.compile`` keep all calls of an operator, also without a use, and their order."""
     torch.library._register_effectful_op(name, torch.library.EffectType.ORDERED, lib=library)
+
+
+def register_value_type(cls: type, *members: str) -> None:
+    """Have ``torch.compile`` take values of a class for constants, guarded by equality.
+
+    Args:
+        cls: It has ``__eq__``, ``__hash__`` and ``__fx_repr__``.
+        members: Attributes and methods whose results are constants, too.
+    """
+    use_real = opaque_object.MemberType.USE_REAL
+    opaque_object.register_opaque_type(cls, typ="value", members=dict.fromkeys(members, use_real))
 
 
 def saved_tensor_hooks() -> Any:

@@ -137,6 +137,11 @@ PRIVATE_NAMES = (
         "2.13-2.15",
     ),
     PrivateName(
+        "torch._library.opaque_object",
+        "compiled programs take specs for constants",
+        "2.13-2.15",
+    ),
+    PrivateName(
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "output metadata of operators without a C++ meta kernel",
         "2.11-2.15",

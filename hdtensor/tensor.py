@@ -21,6 +21,7 @@ from hdtensor.ops.registry import changes, set_tensor_type
 from hdtensor.ops.skips import due_gradient
 from hdtensor.ops.special.move import move
 from hdtensor.ops.special.scalars import contains
+from hdtensor.ops.tangents import as_tangent, like_tangent, stable_hash
 from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
 from hdtensor.placements.layout import owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
@@ -336,6 +337,21 @@ class HDTensor(torch.Tensor):
         inner: dict[str, torch.Tensor], bound: BoundSpec, outer_size: Any, outer_stride: Any
     ) -> HDTensor:
         return new_wrapper(HDTensor, inner["_local_tensor"], bound, False)
+
+    @classmethod
+    def __metadata_guard__(cls, traced: BoundSpec, bound: BoundSpec) -> bool:
+        return bound is traced or traced.is_like(bound)
+
+    def _stable_hash_for_caching(self) -> str:
+        return stable_hash(self)
+
+    def __coerce_tangent_metadata__(self) -> HDTensor:
+        return as_tangent(self)
+
+    def __coerce_same_metadata_as_tangent__(
+        self, bound: BoundSpec, expected_type: type | None = None
+    ) -> HDTensor | None:
+        return None if expected_type is not None else like_tangent(self, bound)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HDTensor:
         if not self.is_leaf:

@@ -62,12 +62,8 @@ def ensure_groups(rank_sets: Iterable[Sequence[int]], subgroups: Iterable[Subgro
         GroupError: Inside ``as_rank``, without a default process group, or on ranks beyond the world.
         DisagreementError: On every rank, if the ranks do not miss the same groups.
     """
-    wanted = {tuple(ranks) for ranks in rank_sets}
-    for subgroup in subgroups:
-        for axis in range(len(subgroup.mesh_shape)):
-            wanted.update(subgroup.lines(axis))
-    now = _current
-    if now and now.world is dist.group.WORLD and now.accelerators and wanted <= now.known:
+    wanted = with_axes(rank_sets, subgroups)
+    if are_known(wanted):
         return
     cache = _cache("create groups")
     _tell_accelerators(cache)
@@ -91,6 +87,23 @@ def ensure_groups(rank_sets: Iterable[Sequence[int]], subgroups: Iterable[Subgro
         if dist.get_rank() in ranks:
             cache.groups[ranks] = group
         cache.known.add(ranks)
+
+
+def with_axes(rank_sets: Iterable[Sequence[int]], subgroups: Iterable[Subgroup]) -> set[Ranks]:
+    """Return the rank sets and the lines of the subgroups' mesh axes."""
+    wanted = {tuple(ranks) for ranks in rank_sets}
+    for subgroup in subgroups:
+        for axis in range(len(subgroup.mesh_shape)):
+            wanted.update(subgroup.lines(axis))
+    return wanted
+
+
+def are_known(wanted: set[Ranks], *, channels: bool = False) -> bool:
+    """Return whether ``ensure_groups`` has made all of these, and with ``channels`` ``ensure_channels`` its own."""
+    now = _current
+    if now is None or now.world is not dist.group.WORLD or now.accelerators is None:
+        return False
+    return wanted <= now.known and (not channels or now.reverse is not None)
 
 
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ operator                            gradient
 ``hdtensor::split_all_gather``      ``split_reduce_scatter``
 ``hdtensor::split_all_to_all``      ``split_all_to_all`` with its sizes exchanged
 ``hdtensor::send_recv``             ``send_recv`` the other way, on the channel of the other direction
+``hdtensor::make_groups``           none
 ==================================  ====================================================================
 
 A gradient here is that of the sum of all ranks' results, as in ``torch.distributed.nn.functional``: each
@@ -19,6 +20,7 @@ rank's copy counts. An ``HDTensor``'s gradient is that of the one logical tensor
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial
 
 from hdtensor._torch_compat import keep_in_order
-from hdtensor.collectives import observe, p2p, split
+from hdtensor.collectives import groups, observe, p2p, split
 from hdtensor.collectives.groups import group_of
 from hdtensor.errors import RedistributeError
 
@@ -203,6 +205,38 @@ _operator(
     _send_recv,
     lambda flat, send_to, sent, receive_from, received, reverse: flat.new_empty(sum(received)),
 )(_send_recv_back, lambda flat, *rest: rest)
+
+
+def _make_groups(
+    like: Tensor, sizes: Sequence[int], ranks: Sequence[int], channels: bool
+) -> Tensor:
+    flat = iter(ranks)
+    groups.ensure_groups([tuple(itertools.islice(flat, size)) for size in sizes])
+    if channels:
+        groups.ensure_channels()
+    return like.new_empty(0)
+
+
+_library.define("make_groups(Tensor like, int[] sizes, int[] ranks, bool channels) -> Tensor")
+_library.impl("make_groups", _make_groups, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "hdtensor::make_groups", lambda like, *rest: like.new_empty(0), lib=_library
+)
+keep_in_order("hdtensor::make_groups", _library)
+
+
+def make_groups_in_graph(like: Tensor, wanted: set[tuple[int, ...]], *, channels: bool) -> None:
+    """Have what is being traced make those groups that are missing when it runs: every rank's program does so at this place.
+
+    Args:
+        like: A tensor of the graph.
+        wanted: Global ranks of each group.
+        channels: Whether to make the channel of backward messages.
+    """
+    if groups.are_known(wanted, channels=channels):
+        return
+    in_order = sorted(wanted)
+    _ops.make_groups(like, [*map(len, in_order)], [*itertools.chain(*in_order)], channels)
 
 
 def start(name: str, flat: Tensor, *args: Any) -> Tensor:

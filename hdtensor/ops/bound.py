@@ -155,6 +155,15 @@ class BoundSpec:
         sizes = "" if self.top_sizes is None else f" top_sizes={self.top_sizes}"
         return f"{tuple(self.shape)} {str(self.dtype)[6:]} {self.spec}{sizes}"
 
+    def is_like(self, other: BoundSpec) -> bool:
+        """Return whether a program traced for this one runs on the other: all but sizes, which the tracer guards itself."""
+        return (
+            other.spec is self.spec
+            and other.top_sizes == self.top_sizes
+            and other.rank == self.rank
+            and other.is_copy == self.is_copy
+        )
+
     def with_spec(self, spec: HDSpec, top_sizes: tuple[int, ...] | None = None) -> BoundSpec:
         """Return the same tensor cut otherwise; without ``top_sizes`` by the spec's own cut.
 

@@ -190,7 +190,7 @@ def copy_into(
             f"{func}: writing in place would change the layout of {name!r} from {into} to {have}. {advice} {name!r} first."
         )
     if into.spec is not have.spec:
-        result = torch.ops.hdtensor.redistribute(result, into.spec.id, into.top_sizes, False)
+        result = torch.ops.hdtensor.redistribute(result, into.spec.text, into.top_sizes, False)
     out._local_tensor.copy_(result._local_tensor)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from hdtensor._torch_compat import register_value_type
 from hdtensor.errors import SpecError
 from hdtensor.placements import checks
 
@@ -99,6 +100,9 @@ class Subgroup:
     def __reduce__(self) -> tuple[Any, ...]:
         return Subgroup, (self.ranks, self.placements, self.mesh_shape)
 
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        return f"parse_subgroup({self.text()!r})", {"parse_subgroup": _parse_subgroup}
+
     def __repr__(self) -> str:
         return f"Subgroup({self.text()!r})"
 
@@ -179,17 +183,16 @@ class HDSpec:
             for ``torch.chunk``'s equal cut. Zeros are allowed, all zeros are not.
     """
 
-    __slots__ = ("__weakref__", "_id", "_index_of_rank", "ranks", "subgroups", "top", "top_ratio")
+    __slots__ = ("__weakref__", "_index_of_rank", "_text", "ranks", "subgroups", "top", "top_ratio")
 
     subgroups: tuple[Subgroup, ...]
     top: Placement
     top_ratio: tuple[int, ...] | None
     ranks: tuple[int, ...]
-    _id: int
+    _text: str | None
     _index_of_rank: dict[int, int]
 
     _interned: dict[tuple[Any, ...], HDSpec] = {}  # noqa: RUF012 - the intern table is the point
-    _by_id: list[HDSpec] = []  # noqa: RUF012
     _lock = threading.Lock()
 
     def __new__(
@@ -238,8 +241,7 @@ class HDSpec:
         set_(spec, "top_ratio", ratio)
         set_(spec, "ranks", tuple(r for g in groups for r in g.ranks))
         set_(spec, "_index_of_rank", {r: i for i, g in enumerate(groups) for r in g.ranks})
-        set_(spec, "_id", len(cls._by_id))
-        cls._by_id.append(spec)
+        set_(spec, "_text", None)
         return spec
 
     @classmethod
@@ -292,11 +294,6 @@ class HDSpec:
 
         return parse_spec(text)
 
-    @classmethod
-    def from_id(cls, spec_id: int) -> HDSpec:
-        """Return the spec that has this process-wide number (``spec.id``)."""
-        return cls._by_id[spec_id]
-
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"HDSpec is frozen; use spec.replace({name}=...) for a new one.")
 
@@ -313,14 +310,27 @@ class HDSpec:
         return f"HDSpec({str(self)!r})"
 
     def __str__(self) -> str:
+        return self.text
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        return f"HDSpec.from_text({self.text!r})", {"HDSpec": HDSpec}
+
+    def _make_text(self) -> str:
         ratio = "" if self.top_ratio is None else f"[{':'.join(map(str, self.top_ratio))}]"
         groups = " ".join(g.text() for g in self.subgroups)
         return f"{checks.placement_text(self.top)}{ratio} / {groups}"
 
     @property
-    def id(self) -> int:
-        """Number of this spec in this process; operators of ``torch.library`` pass it around."""
-        return self._id
+    def text(self) -> str:
+        """The short form, which ``from_text`` reads; operators of ``torch.library`` pass it around."""
+        if self._text is None:
+            object.__setattr__(self, "_text", self._make_text())
+        return self._text  # type: ignore[return-value]
 
     @property
     def num_subgroups(self) -> int:
@@ -365,6 +375,37 @@ class HDSpec:
         return self.replace(
             subgroups=tuple(g.with_placements(map(change, g.placements)) for g in self.subgroups)
         )
+
+
+def _parse_subgroup(text: str) -> Subgroup:
+    """Return the subgroup of a text, for graphs."""
+    return HDSpec.from_text(f"R / {text}").subgroups[0]
+
+
+# Compiled programs hold specs as constants.
+register_value_type(
+    Subgroup,
+    "ranks",
+    "mesh_shape",
+    "placements",
+    "text",
+    "with_placements",
+    "has_partial",
+    "__len__",
+)
+register_value_type(
+    HDSpec,
+    "subgroups",
+    "top",
+    "top_ratio",
+    "ranks",
+    "text",
+    "num_subgroups",
+    "hdim",
+    "index_of",
+    "has_partial",
+    "replace",
+)
 
 
 def top_from_code(hdim: int, reduce_op: str = "sum") -> Placement:

@@ -164,7 +164,9 @@ def _moved(x: Any, bound: BoundSpec, *, reverse: bool = False) -> Any:
             bound.sub(have.index),
             lambda: f"implicit redistribution inside {ranks}: {have} -> {bound}",
         )
-    return call(torch.ops.hdtensor.redistribute.default, x, bound.spec.id, bound.top_sizes, reverse)
+    return call(
+        torch.ops.hdtensor.redistribute.default, x, bound.spec.text, bound.top_sizes, reverse
+    )
 
 
 def _home(grad: Any, bound: BoundSpec, layout: AttentionLayout) -> Any:

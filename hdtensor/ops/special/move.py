@@ -1,6 +1,6 @@
-"""``hdtensor::redistribute`` as an operator: kept whole by ``torch.compile``, run by the plan of ``resolve``.
+"""``hdtensor::redistribute`` as an operator, run by the plan of ``resolve``.
 
-Its arguments are plain (a spec's number, extents), since a graph cannot hold a spec object.
+Its arguments are plain (a spec's text, extents): graphs are kept on disk, and a text means the same in every process.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch.distributed.tensor import Partial, Replicate
 
 from hdtensor._rank import is_played
 from hdtensor._torch_compat import raw_apply
-from hdtensor.collectives import groups, observe
+from hdtensor.collectives import groups, observe, operators
 from hdtensor.collectives.split import check_reducible, check_terms
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import call, moves, special, wrap
 from hdtensor.placements.layout import check_top_sizes, contiguous_stride
-from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.spec import HDSpec, Subgroup
 from hdtensor.redistribute.execute import make_runner
 from hdtensor.redistribute.program import compile_plan, partners
 from hdtensor.redistribute.resolve import resolve
@@ -27,10 +27,10 @@ from hdtensor.redistribute.topology import topology_in_use
 
 
 _library = torch.library.Library("hdtensor", "DEF")
-_library.define("redistribute(Tensor x, int dst, int[]? top_sizes, bool reverse) -> Tensor")
+_library.define("redistribute(Tensor x, str dst, int[]? top_sizes, bool reverse) -> Tensor")
 
 
-def _plain(x: torch.Tensor, dst: int, top_sizes: Any, reverse: bool) -> torch.Tensor:
+def _plain(x: torch.Tensor, dst: str, top_sizes: Any, reverse: bool) -> torch.Tensor:
     raise TypeError(
         f"hdtensor::redistribute got a plain torch.Tensor of shape {tuple(x.shape)}; use "
         f"hdtensor.distribute_tensor(tensor, spec) to cut one."
@@ -53,7 +53,7 @@ def move(x: Any, spec: HDSpec, top_sizes: tuple[int, ...] | None, *, reverse: bo
         reverse: Whether a backward pass moves it: its messages have their own channel.
     """
     if torch.compiler.is_compiling():
-        return _OPERATOR(x, spec.id, top_sizes, reverse)
+        return _OPERATOR(x, spec.text, top_sizes, reverse)
     if observe.listeners and type(x._local_tensor) is torch.Tensor and not is_played():
         _announce(x._spec, spec, top_sizes, reverse)
     return _move(x, spec, top_sizes, reverse)
@@ -84,7 +84,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, spec: HDSpec, top_sizes: Any, reverse: bool) -> Any:
         ctx.bound, ctx.reverse = x._spec, reverse
-        return call(_OPERATOR, x, spec.id, top_sizes, reverse)
+        return call(_OPERATOR, x, spec.text, top_sizes, reverse)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -111,15 +111,12 @@ _move = raw_apply(_Move)
 @special(_OPERATOR)
 def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = args[0]._spec
-    spec = HDSpec.from_id(args[1])
+    spec = HDSpec.from_text(args[1])
     plan, sizes = _plan(bound, spec, args[2])
     if not plan.steps:
         same = BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, sizes)
         return lambda x, *_: wrap(x._local_tensor.view_as(x._local_tensor), same)
-    if not is_played():
-        groups.ensure_groups(plan.rank_sets(), (*bound.spec.subgroups, *spec.subgroups))
-        if plan.has_messages:
-            groups.ensure_channels()
+    prepare = _Groups(plan, (*bound.spec.subgroups, *spec.subgroups))
     out = BoundSpec.of(spec, bound.shape, contiguous_stride(bound.shape), bound.dtype, sizes)
     for op in compile_plan(plan, bound.rank).reductions:
         check_reducible(op, bound.dtype)
@@ -130,12 +127,35 @@ def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         shape = out.local_shape()
         return lambda x, *_: wrap(x._local_tensor.new_empty(shape), out)
 
-    def run(x: Any, dst: int, top_sizes: Any, reverse: bool, kw: Any) -> Any:
+    def run(x: Any, dst: str, top_sizes: Any, reverse: bool, kw: Any) -> Any:
         moves[0] += is_between
+        prepare(x._local_tensor)
         with observe.profiled("redistribute"):
             return wrap(execute(x._local_tensor), out)
 
     return run
+
+
+class _Groups:
+    """Has the groups of a plan made before it runs for the first time."""
+
+    __slots__ = ("_are_made", "_plan", "_subgroups")
+
+    def __init__(self, plan: RedistributePlan, subgroups: tuple[Subgroup, ...]) -> None:
+        self._plan, self._subgroups, self._are_made = plan, subgroups, False
+
+    def __call__(self, local: torch.Tensor) -> None:
+        """Make the groups. Ranks may trace at different moments: where one does, the graph makes those that are missing."""
+        if self._are_made or is_played():
+            return
+        wanted = groups.with_axes(self._plan.rank_sets(), self._subgroups)
+        if type(local) is not torch.Tensor:
+            operators.make_groups_in_graph(local, wanted, channels=self._plan.has_messages)
+            return
+        groups.ensure_groups(wanted)
+        if self._plan.has_messages:
+            groups.ensure_channels()
+        self._are_made = True
 
 
 def _announce(bound: BoundSpec, spec: HDSpec, top_sizes: Any, reverse: bool) -> None:

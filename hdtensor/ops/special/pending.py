@@ -65,7 +65,7 @@ def _bits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
 
     def run(x: Any, *rest: Any) -> Any:
-        reduced = torch.ops.hdtensor.redistribute(x, whole.id, bound.top_sizes, False)
+        reduced = torch.ops.hdtensor.redistribute(x, whole.text, bound.top_sizes, False)
         return call(func, reduced, *rest[:-1])
 
     return run
