@@ -53,6 +53,7 @@ __all__ = [
     "dtensor_propagator",
     "extend_optimizers",
     "extend_state_dicts",
+    "extend_tangents",
     "group_timeout",
     "in_backward",
     "is_profiled",
@@ -199,6 +200,30 @@ def extend_state_dicts(
     _put_before(state_dicts, "_gather_state_dict", gather)
     _put_before(state_dicts, "_distribute_state_dict", distribute)
     _put_before(state_dicts, "_broadcast_state_dict", broadcast)
+
+
+@functools.cache
+def extend_tangents(tensor_type: type, convert: Callable[[torch.Tensor, Any], Any]) -> None:
+    """Have compiled backwards take plain gradients of a subclass's outputs: torch makes zeros where none comes.
+
+    Args:
+        tensor_type: The subclass.
+        convert: ``convert(plain, metadata) -> tensor`` with the metadata that was traced.
+    """
+    # Imported by who compiles; on its own it takes half a second.
+    from torch._functorch._aot_autograd.runtime_wrappers import (  # noqa: PLC0415
+        AOTDispatchAutograd,
+    )
+
+    def process(original: Callable[..., Any], x: Any, meta: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(x) is torch.Tensor and getattr(meta, "original_subclass_type", None) is tensor_type:
+            x = convert(x, meta.meta)
+        return original(x, meta, *args, **kwargs)
+
+    _put_before(AOTDispatchAutograd, "process_runtime_tangent", process)
+    AOTDispatchAutograd.process_runtime_tangent = staticmethod(  # type: ignore[method-assign]
+        AOTDispatchAutograd.process_runtime_tangent
+    )
 
 
 def _put_before(home: Any, name: str, function: Callable[..., Any]) -> None:

@@ -12,11 +12,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._rank import current_rank, is_played
 from hdtensor._torch_compat import new_wrapper
-from hdtensor.api.local import shard_of
-from hdtensor.collectives import observe, p2p
+from hdtensor.collectives import observe, operators, p2p
 from hdtensor.errors import GroupError, SpecError
 from hdtensor.ops.border import gradient_layout
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.shard import shard_of
 from hdtensor.ops.special.move import gradient_bound
 from hdtensor.tensor import HDTensor
 
@@ -85,6 +85,8 @@ def _send_outside(tensor: HDTensor) -> torch.Tensor:
     source = spec.ranks[0]
     if not outside or not tensor.numel():
         return local.clone() if tensor.is_local else local.new_empty(tensor.shape)
+    if type(local) is not torch.Tensor:
+        return _send_in_graph(tensor, outside)
     if tensor.is_local:
         local = local.resolve_conj().resolve_neg().contiguous()  # bytes are what is sent
         p2p.exchange(dict.fromkeys(outside, local) if current_rank() == source else {}, {})
@@ -92,6 +94,19 @@ def _send_outside(tensor: HDTensor) -> torch.Tensor:
     local = local.new_empty(tensor.shape)
     p2p.exchange({}, {source: local})
     return local
+
+
+def _send_in_graph(tensor: HDTensor, outside: list[int]) -> torch.Tensor:
+    """Do what ``_send_outside`` does, by the operator that a compiled program keeps."""
+    local, shape, source = tensor._local_tensor, tensor.shape, tensor.spec.ranks[0]
+    size = tensor.numel()
+    if not tensor.is_local:
+        return operators.start("send_recv", local, [], [], [source], [size], False).view(shape)
+    local = local.resolve_conj().resolve_neg()
+    if current_rank() == source:
+        flat = local.reshape(1, -1).expand(len(outside), size).reshape(-1)
+        operators.start("send_recv", flat, outside, [size] * len(outside), [], [], False)
+    return local.clone()
 
 
 class _FullTensor(torch.autograd.Function):

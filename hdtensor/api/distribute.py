@@ -13,11 +13,12 @@ from torch.distributed.tensor.placement_types import Placement
 from hdtensor._rank import as_rank, current_rank
 from hdtensor._torch_compat import current_mesh, new_wrapper
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
-from hdtensor.api.local import prepare_groups, shard_of
+from hdtensor.api.local import prepare_groups
 from hdtensor.collectives import groups, observe, p2p
 from hdtensor.collectives.split import check_terms
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.shard import shard_of
 from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
 from hdtensor.tensor import HDTensor
 

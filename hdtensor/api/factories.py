@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import new_wrapper
-from hdtensor.api.local import as_term, prepare_groups
+from hdtensor.api.local import prepare_groups
 from hdtensor.collectives import groups
 from hdtensor.collectives.split import check_terms
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.shard import as_term
 from hdtensor.placements import checks
 from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
 from hdtensor.tensor import HDTensor

@@ -57,6 +57,9 @@ def accept_plain(model: nn.Module, state: State, reinstall: Callable[[], None]) 
 
     @functools.wraps(forward)
     def accepting(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            with implicit_replication():
+                return forward(*args, **kwargs)
         # While a lane runs, leaves of its own stand in for the parameters.
         if not state.runs_lane and not state.upkeep.is_current():
             state.upkeep.look(model, reinstall)

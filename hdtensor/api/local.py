@@ -1,4 +1,4 @@
-"""Building an ``HDTensor`` from what ranks hold: ``from_local``, ``from_dtensor``, ``shard_of``."""
+"""Building an ``HDTensor`` from what ranks hold: ``from_local`` and ``from_dtensor``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from hdtensor.errors import DisagreementError, SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import local_graphs
 from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
-from hdtensor.placements.layout import owned_boxes
 from hdtensor.placements.spec import HDSpec, Subgroup
 from hdtensor.placements.text import as_spec
 from hdtensor.redistribute.resolve import resolve
@@ -54,42 +53,6 @@ def scalar_rank_sets(spec: HDSpec) -> tuple[tuple[int, ...], ...]:
     """Return the groups that a top sum of a scalar over the spec's subgroups uses."""
     whole = HDSpec([Subgroup(g.ranks, None, g.mesh_shape) for g in spec.subgroups])
     return tuple(resolve(whole.replace(top=Partial()), whole, ()).rank_sets())
-
-
-def shard_of(full: torch.Tensor, bound: BoundSpec) -> torch.Tensor:
-    """Return this rank's shard of a whole tensor, as a new contiguous tensor.
-
-    A ``Partial`` tier keeps the value in its first subgroup (rank) and zeros elsewhere for a sum; every holder keeps it
-    for the other reductions.
-    """
-    if bound.index is None:
-        return full.new_empty(0)
-    # A lazy conjugate or negation would be sent as the bytes below it.
-    full = full.detach().resolve_conj().resolve_neg()
-    owned = owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, bound.rank)
-    origin = (0,) * full.ndim
-    if len(owned) == 1:
-        local = full[owned[0].box.slices_from(origin)].clone(memory_format=torch.contiguous_format)
-    else:
-        local = full.new_empty(bound.local_shape())
-        for piece in owned:
-            local[piece.local_slices] = full[piece.box.slices_from(origin)]
-    return as_term(local, bound)
-
-
-def as_term(local: torch.Tensor, bound: BoundSpec) -> torch.Tensor:
-    """Turn a value into this rank's term of a pending reduction."""
-    assert bound.index is not None
-    group = bound.spec.subgroups[bound.index]
-    tiers = [(bound.spec.top, bound.index)]
-    tiers += list(zip(group.placements, group.coordinate(bound.rank), strict=True))
-    for placement, position in tiers:
-        if isinstance(placement, Partial) and position:
-            if placement.reduce_op == "sum":
-                local.zero_()
-            elif placement.reduce_op == "product":
-                local.fill_(1)
-    return local
 
 
 @also_named(local_tensor="local", device_mesh="spec", run_check="check")

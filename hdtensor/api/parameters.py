@@ -12,10 +12,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.distribute import distribute_tensor
-from hdtensor.api.local import shard_of
 from hdtensor.api.steps import note_replaced
 from hdtensor.errors import PlanError
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.shard import shard_of
 from hdtensor.placements.spec import HDSpec
 from hdtensor.plan import ExpandedPlan
 from hdtensor.tensor import HDTensor

@@ -145,6 +145,8 @@ class OutputPoint:
 
     def _cross(self, output: Any) -> Any:
         if isinstance(output, HDTensor):
+            if torch.compiler.is_compiling():
+                return _cross_in_graph(output, self.spec, True)
             wanted = _wanted(output.spec, output.ndim, self.spec, True)
             result, crossing = _cross(output, wanted, ())
             note([crossing], result._local_tensor)
@@ -174,6 +176,8 @@ class InputPoint:
         def mark(path: Path, value: Any) -> Any:
             if not isinstance(value, HDTensor) or not value.is_floating_point():
                 return value
+            if torch.compiler.is_compiling():
+                return _cross_in_graph(value, self.spec, False)
             wanted = _wanted(value.spec, value.ndim, self.spec, False)
             if wanted is value.spec and not value.requires_grad:
                 return value
@@ -186,6 +190,15 @@ class InputPoint:
         if recording:
             note(entry, None)
         return new_args, new_kwargs
+
+
+@torch.compiler.allow_in_graph
+def _cross_in_graph(x: HDTensor, point: HDSpec, is_output: bool) -> HDTensor:
+    """Return a tensor in a point's layout; compilers run it while they trace, and keep what it does."""
+    wanted = _wanted(x.spec, x.ndim, point, is_output)
+    if wanted is x.spec and (is_output or not x.requires_grad):
+        return x.view_as(x)
+    return move(x, wanted, x.top_sizes)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -139,6 +139,8 @@ class Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module in the best way known for these inputs."""
+        if torch.compiler.is_compiling() and not self.sync.is_plain:
+            return self.forward(*args, **kwargs)
         if self.sync.is_plain:  # nobody's hooks are there, nor a region around this one
             if self._is_held is None:
                 self._is_held = any(p.is_local for p in self.places.parameters)

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from hdtensor._rank import current_rank
 from hdtensor._torch_compat import extend_state_dicts, new_wrapper
 from hdtensor.api.distribute import scatter
-from hdtensor.api.local import shard_of
 from hdtensor.checkpoint.checks import listed
 from hdtensor.checkpoint.gather import gathered
 from hdtensor.errors import CheckpointError
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.shard import shard_of
 from hdtensor.tensor import HDTensor
 
 

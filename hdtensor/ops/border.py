@@ -73,7 +73,8 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return wrap(grad, ctx.gradient), None
+        # An expanded gradient would become the tensor's own, and nothing could be added to it.
+        return wrap(grad.contiguous(), ctx.gradient), None
 
 
 class ToDTensor(torch.autograd.Function):

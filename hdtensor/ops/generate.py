@@ -58,14 +58,18 @@ def empty_like_local(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return found
 
 
-def empty_beside(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the empty tensor that stands for "no part here" where the operand lies.
+def empty_beside(
+    local: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return the empty tensor that stands for "no part here" where the operand lies, or on the device asked for.
 
     A record serves operands on every device: its key holds no device, which differs from rank to rank.
     """
     if type(local) is torch.Tensor:
-        return empty_like_local(dtype, local.device)
-    return local.new_empty(0, dtype=dtype)  # traced: the one of all calls is no part of the graph
+        return empty_like_local(dtype, local.device if device is None else device)
+    return local.new_empty(
+        0, dtype=dtype, device=device
+    )  # traced: the one of all calls is no part of the graph
 
 
 def generate(binding: Binding, tensor_type: type, device: torch.device | None) -> Run:
@@ -105,13 +109,7 @@ def compiled(source: str) -> Any:
 def _pruned_body(binding: Binding, env: dict[str, Any], device: torch.device | None) -> str:
     if binding.mutated is not None:
         return f"return a{binding.mutated}" if binding.call.func._schema.returns else "return None"
-    if device is not None:
-        return _return(
-            binding,
-            env,
-            lambda k, bound: _name(env, f"e{k}", empty_like_local(bound.dtype, device)),
-        )
-    env["empty"] = empty_beside
+    env["empty"] = functools.partial(empty_beside, device=device) if device else empty_beside
     path = next(path for path in binding.call.specs if path not in binding.call.plain)
     local = f"{_text(path)}._local_tensor"
     return _return(

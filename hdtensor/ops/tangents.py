@@ -9,8 +9,12 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import torch
+
+from hdtensor._torch_compat import extend_tangents
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.ops.registry import wrap
+from hdtensor.ops.registry import tensor_type, wrap
+from hdtensor.ops.shard import shard_of
 from hdtensor.ops.special.move import gradient_bound, move
 
 
@@ -19,8 +23,14 @@ def as_tangent(output: Any) -> Any:
 
     The values do not matter, so nothing is communicated: ranks may trace at different moments.
     """
+    extend_tangents(tensor_type(), _from_plain)
     bound = gradient_bound(output._spec)
     return output if bound is output._spec else wrap(output._local_tensor, bound)
+
+
+def _from_plain(grad: torch.Tensor, bound: BoundSpec) -> Any:
+    """Return a whole plain gradient, alike on every rank, in the layout that was guessed."""
+    return wrap(shard_of(grad, bound), bound)
 
 
 def like_tangent(grad: Any, bound: BoundSpec) -> Any:

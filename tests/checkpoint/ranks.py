@@ -11,8 +11,8 @@ from torch.distributed.checkpoint import (
 )
 
 import hdtensor as hd
-from hdtensor.api.local import shard_of
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.shard import shard_of
 from hdtensor.tensor import HDTensor
 
 

@@ -9,16 +9,18 @@ that build one model on many ranks do.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-import hdtensor.triton_kernels.counter_random as counter_random
 from hdtensor.errors import DeductionError
+from hdtensor.ops import drawing
 from hdtensor.ops.binding import check_writable
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.drawing import Key
 from hdtensor.ops.generate import empty_beside
 from hdtensor.ops.registry import call, special, wrap
 from hdtensor.placements.layout import contiguous_stride, owned_boxes
@@ -35,16 +37,26 @@ num_weight_draws = [0]
 #: (first, number) of the samples that run now, where they are a part of a larger batch; None: a batch is whole.
 _rows: list[tuple[int, int] | None] = [None]
 
-_LOW, _HIGH = -(2**63), 2**63 - 1
-
 #: ``fill(view, key, start, strides)`` fills one owned box.
-Fill = Callable[[torch.Tensor, int, tuple[int, ...], tuple[int, ...]], object]
+Fill = Callable[[torch.Tensor, Key, tuple[int, ...], tuple[int, ...]], object]
 
 
-def draw_key(generator: torch.Generator | None = None) -> int:
-    """Return the next call's key and advance the generator, the same on every rank."""
+def draw_key(generator: torch.Generator | None = None, beside: torch.Tensor | None = None) -> Key:
+    """Return the next call's key and advance the generator, the same on every rank.
+
+    Args:
+        generator: Default: torch's default CPU generator.
+        beside: A local tensor of the call. While it is traced the key is drawn in the graph, also by a rank that has no
+            use for it.
+    """
     num_draws[0] += 1
-    return int(torch.randint(_LOW, _HIGH, (), generator=generator).item())
+    if beside is not None and type(beside) is not torch.Tensor and not beside.is_meta:
+        if generator is not None:
+            raise DeductionError(
+                "a compiled program draws random numbers from torch's default generator only; call it without generator=."
+            )
+        return drawing.draw_key(beside)
+    return drawing.next_key(generator)
 
 
 def rows_of_batch(first: int, num: int) -> contextlib.AbstractContextManager[None]:
@@ -77,7 +89,7 @@ class _Rows:
 
 
 def fill_owned(
-    local: torch.Tensor, bound: BoundSpec, key: int, fill: Fill, *, of_weights: bool = False
+    local: torch.Tensor, bound: BoundSpec, key: Key, fill: Fill, *, of_weights: bool = False
 ) -> torch.Tensor:
     """Fill every box that this rank owns of a tensor."""
     strides = contiguous_stride(bound.shape)
@@ -120,7 +132,7 @@ def _in_place(func: Any, args: tuple[Any, ...], fill_of: Callable[..., Fill]) ->
 
     def run(x: Any, *rest: Any) -> Any:
         *given, kw = rest
-        key = draw_key((kw or {}).get("generator"))
+        key = draw_key((kw or {}).get("generator"), x._local_tensor)
         if bound.index is not None:
             named = {k: v for k, v in (kw or {}).items() if k != "generator"}
             fill = fill_of(*given, **named)
@@ -134,29 +146,23 @@ def _uniform(
     low: float = 0.0, high: float = 1.0, *, to: float | None = None, **from_: float
 ) -> Fill:
     low, high = from_.get("from", low), high if to is None else to
-    return lambda v, key, start, strides: counter_random.fill_uniform_(
-        v, key, start, strides, low, high
-    )
+    return functools.partial(drawing.fill, "fill_uniform_", low=low, high=high)
 
 
 def _normal(mean: float = 0.0, std: float = 1.0) -> Fill:
-    return lambda v, key, start, strides: counter_random.fill_normal_(
-        v, key, start, strides, mean, std
-    )
+    return functools.partial(drawing.fill, "fill_normal_", low=mean, high=std)
 
 
 def _exponential(lambd: float = 1.0) -> Fill:
-    return lambda v, key, start, strides: counter_random.fill_exponential_(
-        v, key, start, strides, lambd
-    )
+    return functools.partial(drawing.fill, "fill_exponential_", low=lambd)
 
 
 def _bernoulli(p: float = 0.5) -> Fill:
-    def fill(v: torch.Tensor, key: int, start: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def fill(v: torch.Tensor, key: Key, start: tuple[int, ...], strides: tuple[int, ...]) -> None:
         mask = (
             v if v.dtype == torch.bool else torch.empty(v.shape, dtype=torch.bool, device=v.device)
         )
-        counter_random.keep_mask(mask, key, start, strides, p)
+        drawing.fill("keep_mask", mask, key, start, strides, low=p)
         if mask is not v:
             v.copy_(mask)
 
@@ -164,11 +170,11 @@ def _bernoulli(p: float = 0.5) -> Fill:
 
 
 def _randint(low: int, high: int) -> Fill:
-    def fill(v: torch.Tensor, key: int, start: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def fill(v: torch.Tensor, key: Key, start: tuple[int, ...], strides: tuple[int, ...]) -> None:
         whole = v
         if v.dtype.is_floating_point or v.dtype == torch.bool:
             whole = torch.empty(v.shape, dtype=torch.int64, device=v.device)
-        counter_random.fill_randint_(whole, key, start, strides, low, high)
+        drawing.fill("fill_randint_", whole, key, start, strides, low=low, high=high)
         if whole is not v:
             v.copy_(whole)
 
@@ -178,7 +184,7 @@ def _randint(low: int, high: int) -> Fill:
 def _transformed(base: Fill, transform: Callable[[torch.Tensor], torch.Tensor]) -> Fill:
     """Return a fill with a function of another's values, computed in a floating dtype."""
 
-    def fill(v: torch.Tensor, key: int, start: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def fill(v: torch.Tensor, key: Key, start: tuple[int, ...], strides: tuple[int, ...]) -> None:
         dtype = v.dtype if v.dtype.is_floating_point else torch.float64
         drawn = torch.empty(v.shape, dtype=dtype, device=v.device)
         base(drawn, key, start, strides)
@@ -236,7 +242,7 @@ def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         options = {k: v for k, v in (kw or {}).items() if k != "generator"}
         out = call(aten.empty_like.default, x, **options)
         bound = out._spec
-        key = draw_key((kw or {}).get("generator"))
+        key = draw_key((kw or {}).get("generator"), x._local_tensor)
         if bound.index is not None:
             fill = fill_of(*given)
             fill_owned(out._local_tensor, bound, key, fill, of_weights=is_of_weights(x))
@@ -271,7 +277,7 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     )
 
     def run(x: Any, p: float, train: bool | None = True, kw: Any = None) -> Any:
-        key = draw_key()
+        key = draw_key(beside=x._local_tensor)
         if bound.index is None:
             empty = empty_beside(x._local_tensor, torch.bool)
             return wrap(x._local_tensor, bound), wrap(empty, mask_bound)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hdtensor._torch_compat import new_wrapper
-from hdtensor.api.local import shard_of
 from hdtensor.errors import PlanError
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.shard import shard_of
 from hdtensor.pipeline.runtime.batches import map_tensors
 from hdtensor.pipeline.runtime.lane_plan import LanePlan
 from hdtensor.pipeline.runtime.losses import AUXILIARY
