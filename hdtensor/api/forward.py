@@ -58,6 +58,7 @@ def accept_plain(model: nn.Module, state: State, reinstall: Callable[[], None]) 
     @functools.wraps(forward)
     def accepting(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            state.wants_router_logits = _wants_router_logits(model, kwargs)
             with implicit_replication():
                 return forward(*args, **kwargs)
         # While a lane runs, leaves of its own stand in for the parameters.

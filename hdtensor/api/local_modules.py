@@ -21,6 +21,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -92,6 +93,8 @@ class LocalModule:
         self.forward = module.forward
         self.__wrapped__ = module.forward
         module.forward = self
+        #: Compilers run it while they trace, and keep what it does to tensors.
+        self._in_graph = torch.compiler.allow_in_graph(lambda *args: self._run(*args))
 
     def remove(self) -> None:
         """Give the module its own forward back."""
@@ -108,10 +111,17 @@ class LocalModule:
         """
         names = [k for k, v in kwargs.items() if isinstance(v, HDTensor)]
         given = [*args, *(kwargs.pop(k) for k in names)]
-        tokens = [a for a in given if isinstance(a, HDTensor)]
-        if not tokens:
+        if not any(isinstance(a, HDTensor) for a in given):
             return self.forward(*args, **kwargs)
-        parameters = list(self.module.parameters())
+        run = self._in_graph if torch.compiler.is_compiling() else self._run
+        return run(names, given, kwargs, list(self.module.parameters()))
+
+    def _run(
+        self, names: list[str], given: list[Any], kwargs: dict[str, Any], parameters: list[Any]
+    ) -> Any:
+        """Run the module on this rank's rows of the arguments, of which the last ones are called ``names``."""
+        tokens = [a for a in given if isinstance(a, HDTensor)]
+        num_unnamed = len(given) - len(names)
         held = [p for p in parameters if isinstance(p, HDTensor)]
         spec = self._rows(tokens)
         placed = [self._at(a, spec) if isinstance(a, HDTensor) else a for a in given]
@@ -119,8 +129,8 @@ class LocalModule:
         def run(*local: Any) -> Any:
             rows, weights = local[: len(given)], local[len(given) :]
             with parameters_as(self.module, lambda i, _: weights[i]):
-                named = dict(zip(names, rows[len(args) :], strict=True))
-                return self.forward(*rows[: len(args)], **named, **kwargs)
+                named = dict(zip(names, rows[num_unnamed:], strict=True))
+                return self.forward(*rows[:num_unnamed], **named, **kwargs)
 
         first = next(a for a in placed if isinstance(a, HDTensor))
         mapped = local_map(run, self._result(spec, held), out_shapes=first.shape)

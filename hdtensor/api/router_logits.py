@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.utils.hooks import RemovableHandle
@@ -50,6 +51,10 @@ class WholeLogits:
         logits = output[self.index]
         if not isinstance(logits, HDTensor):
             return output
-        spec = logits.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
-        whole = logits.redistribute(spec)
-        return (*output[: self.index], whole, *output[self.index + 1 :])
+        return (*output[: self.index], _whole(logits), *output[self.index + 1 :])
+
+
+@torch.compiler.allow_in_graph
+def _whole(x: HDTensor) -> HDTensor:
+    spec = x.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
+    return x.view_as(x) if spec is x.spec else x.redistribute(spec)
