@@ -57,6 +57,7 @@ __all__ = [
     "group_timeout",
     "in_backward",
     "is_profiled",
+    "keep_effects_of_checkpoints",
     "keep_in_order",
     "keeps_graph",
     "local_binding",
@@ -200,6 +201,24 @@ def extend_state_dicts(
     _put_before(state_dicts, "_gather_state_dict", gather)
     _put_before(state_dicts, "_distribute_state_dict", distribute)
     _put_before(state_dicts, "_broadcast_state_dict", broadcast)
+
+
+@functools.cache
+def keep_effects_of_checkpoints() -> None:
+    """Have compiled checkpoints run no operator of ``keep_in_order`` again: a collective's result is kept, and a key drawn.
+
+    A checkpoint marks all that it traces for being run again. Torch keeps the results of such operators elsewhere.
+    """
+    from torch._functorch import partitioners  # noqa: PLC0415 - imported by who compiles
+
+    def unmark(original: Callable[..., Any], joint: torch.fx.GraphModule) -> Any:
+        for node in joint.graph.nodes:
+            if node.op == "call_function" and str(node.target) == "with_effects":
+                for each in (node, *node.users):
+                    each.meta.pop("recompute", None)
+        return original(joint)
+
+    _put_before(partitioners, "has_recomputable_ops", unmark)
 
 
 @functools.cache

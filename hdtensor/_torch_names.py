@@ -142,6 +142,11 @@ PRIVATE_NAMES = (
         "2.13-2.15",
     ),
     PrivateName(
+        "torch._functorch.partitioners.has_recomputable_ops",
+        "compiled checkpoints run no collective, and draw no key, again",
+        "2.13-2.15",
+    ),
+    PrivateName(
         "torch._library.opaque_object",
         "compiled programs take specs for constants",
         "2.13-2.15",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hdtensor._rank import is_played
@@ -20,8 +21,11 @@ T = TypeVar("T")
 
 
 def communicates() -> bool:
-    """Return whether other ranks can be asked: not in one plain process, nor inside ``as_rank``."""
-    return dist.is_initialized() and not is_played()
+    """Return whether other ranks can be asked: not in one plain process, nor inside ``as_rank``.
+
+    Nor while a program is traced: ranks may do that at different moments.
+    """
+    return dist.is_initialized() and not is_played() and not torch.compiler.is_compiling()
 
 
 def attempt(check: Callable[[], T]) -> tuple[T | None, Exception | None]:

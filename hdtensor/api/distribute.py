@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from hdtensor._rank import as_rank, current_rank
+from hdtensor._rank import as_rank, current_rank, is_played
 from hdtensor._torch_compat import current_mesh, new_wrapper
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.local import prepare_groups
@@ -19,10 +19,13 @@ from hdtensor.collectives.split import check_terms
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.shard import shard_of
+from hdtensor.ops.special.move import move
 from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
+from hdtensor.placements.spec import HDSpec, Subgroup
 from hdtensor.tensor import HDTensor
 
 
+@torch.compiler.allow_in_graph
 @also_named(device_mesh="spec")
 def distribute_tensor(
     tensor: torch.Tensor,
@@ -74,7 +77,9 @@ def distribute_tensor(
         bound = _agreed(tensor, found, src_data_rank, problem)
     if isinstance(tensor, HDTensor):
         return tensor
-    prepare_groups(bound.spec)
+    prepare_groups(bound.spec, beside=tensor)
+    if torch.compiler.is_compiling() and src_data_rank is not None and not is_played():
+        return _scatter_in_graph(tensor.detach(), bound, src_data_rank)
     if src_data_rank is None or tensor.is_meta or not communicates():
         local = shard_of(tensor, bound)
     else:
@@ -132,6 +137,13 @@ def scatter(tensor: torch.Tensor, bound: BoundSpec, source: int) -> torch.Tensor
     local = tensor.detach().new_empty(bound.local_shape())
     p2p.exchange({}, {source: local} if bound.index is not None and local.numel() else {})
     return local
+
+
+def _scatter_in_graph(tensor: torch.Tensor, bound: BoundSpec, source: int) -> HDTensor:
+    """Do what ``scatter`` does, by operators that a compiled program keeps."""
+    home = BoundSpec.bind(HDSpec([Subgroup((source,))]), tensor.shape, None, tensor.dtype)
+    local = tensor.contiguous() if home.index is not None else tensor.new_empty(0)
+    return move(new_wrapper(HDTensor, local, home, False), bound.spec, bound.top_sizes)
 
 
 def _as_seen_by(bound: BoundSpec, rank: int) -> BoundSpec:

@@ -23,7 +23,7 @@ from hdtensor.api.shards import (
     even_shape,
     term_gradient,
 )
-from hdtensor.collectives import groups
+from hdtensor.collectives import groups, operators
 from hdtensor.errors import DisagreementError, SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import local_graphs
@@ -34,11 +34,15 @@ from hdtensor.redistribute.resolve import resolve
 from hdtensor.tensor import HDTensor
 
 
-def prepare_groups(*specs: HDSpec) -> None:
+def prepare_groups(*specs: HDSpec, beside: torch.Tensor | None = None) -> None:
     """Create the process groups that tensors of these specs need; every rank of the world calls it.
 
     These are each subgroup's mesh axes, and the group over all subgroups that sums a loss's weights. Without process
     groups (one plain process), or inside ``as_rank``, nothing is created.
+
+    Args:
+        specs: The specs.
+        beside: A local tensor; where it is being traced the graph creates the groups.
     """
     if not dist.is_initialized() or is_played():
         return
@@ -46,7 +50,11 @@ def prepare_groups(*specs: HDSpec) -> None:
     for spec in specs:
         if spec.num_subgroups > 1:
             rank_sets |= set(scalar_rank_sets(spec))
-    groups.ensure_groups(sorted(rank_sets), [g for spec in specs for g in spec.subgroups])
+    wanted = groups.with_axes(rank_sets, [g for spec in specs for g in spec.subgroups])
+    if beside is None or not torch.compiler.is_compiling():
+        groups.ensure_groups(sorted(wanted))
+    else:
+        operators.make_groups_in_graph(beside, wanted, channels=False)
 
 
 def scalar_rank_sets(spec: HDSpec) -> tuple[tuple[int, ...], ...]:
@@ -55,6 +63,7 @@ def scalar_rank_sets(spec: HDSpec) -> tuple[tuple[int, ...], ...]:
     return tuple(resolve(whole.replace(top=Partial()), whole, ()).rank_sets())
 
 
+@torch.compiler.allow_in_graph
 @also_named(local_tensor="local", device_mesh="spec", run_check="check")
 def from_local(
     local: torch.Tensor,
@@ -113,7 +122,7 @@ def _from_local(
         check_plain(local)
         whole = said()
         bound = _alone(local, whole.spec) if whole.shape is None else whole.bind(local.dtype)
-    prepare_groups(bound.spec)
+    prepare_groups(bound.spec, beside=local)
     local_graphs[0] += 1
     if bound.index is None:
         grad = local.requires_grad if members_need_grad is None else members_need_grad

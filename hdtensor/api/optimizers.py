@@ -67,6 +67,7 @@ def factorize(
             _factorize_one(original, tensors, step, rest, options)
 
 
+@torch.compiler.disable
 def _factorize_one(
     original: Callable[..., None],
     tensors: Sequence[Any],

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
-from hdtensor._torch_compat import keep_in_order
+from hdtensor._torch_compat import keep_effects_of_checkpoints, keep_in_order
 from hdtensor.collectives import groups, observe, p2p, split
 from hdtensor.collectives.groups import group_of
 from hdtensor.errors import RedistributeError
@@ -241,6 +241,7 @@ def make_groups_in_graph(like: Tensor, wanted: set[tuple[int, ...]], *, channels
 
 def start(name: str, flat: Tensor, *args: Any) -> Tensor:
     """Call an operator of this module by its name: what is traced has no other way to communicate."""
+    keep_effects_of_checkpoints()
     return getattr(_ops, name)(flat, *args)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import hdtensor.triton_kernels.counter_random as counter_random
-from hdtensor._torch_compat import keep_in_order
+from hdtensor._torch_compat import keep_effects_of_checkpoints, keep_in_order
 
 
 #: A 64-bit integer; in a graph an int64 tensor of no dims that holds it.
@@ -31,6 +31,7 @@ def next_key(generator: torch.Generator | None = None) -> int:
 
 def draw_key(beside: Tensor) -> Tensor:
     """Return the next key of torch's default CPU generator, drawn when the graph runs."""
+    keep_effects_of_checkpoints()
     return _ops.draw_key(beside)
 
 
