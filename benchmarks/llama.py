@@ -21,7 +21,14 @@ NUM_HEADS = 4
 NUM_KV_HEADS = 2
 
 
-def config(num_layers: int, *, hidden: int = 128, degree: int = 1) -> LlamaConfig:
+def config(
+    num_layers: int,
+    *,
+    hidden: int = 128,
+    degree: int = 1,
+    heads: int = NUM_HEADS,
+    kv_heads: int = NUM_KV_HEADS,
+) -> LlamaConfig:
     """Return a small Llama's configuration.
 
     Attention is "eager": DTensor has no rule for the CPU's fused attention.
@@ -30,14 +37,16 @@ def config(num_layers: int, *, hidden: int = 128, degree: int = 1) -> LlamaConfi
         num_layers: Decoder layers.
         hidden: Hidden size.
         degree: Tensor-parallel degree of which this is one rank's part, for the plain side.
+        heads: Attention heads of the whole model.
+        kv_heads: Key and value heads of the whole model.
     """
     return LlamaConfig(
         hidden_size=hidden,
-        head_dim=hidden // NUM_HEADS,
+        head_dim=hidden // heads,
         intermediate_size=2 * hidden // degree,
         num_hidden_layers=num_layers,
-        num_attention_heads=NUM_HEADS // degree,
-        num_key_value_heads=NUM_KV_HEADS // degree,
+        num_attention_heads=heads // degree,
+        num_key_value_heads=kv_heads // degree,
         vocab_size=256,
         max_position_embeddings=512,
         attn_implementation="eager",
@@ -45,10 +54,12 @@ def config(num_layers: int, *, hidden: int = 128, degree: int = 1) -> LlamaConfi
     )
 
 
-def model(num_layers: int, *, hidden: int = 128) -> LlamaForCausalLM:
+def model(
+    num_layers: int, *, hidden: int = 128, heads: int = NUM_HEADS, kv_heads: int = NUM_KV_HEADS
+) -> LlamaForCausalLM:
     """Return the plain model; the same weights at every call."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(config(num_layers, hidden=hidden))
+    return LlamaForCausalLM(config(num_layers, hidden=hidden, heads=heads, kv_heads=kv_heads))
 
 
 def tensor_parallel(num_layers: int, ranks: tuple[int, ...]) -> hd.AnnotationPlan:
@@ -166,7 +177,10 @@ def plain_part(whole: LlamaForCausalLM, degree: int, rank: int) -> LlamaForCausa
     if degree == 1:
         return copy.deepcopy(whole)
     old = whole.config
-    part = LlamaForCausalLM(config(old.num_hidden_layers, hidden=old.hidden_size, degree=degree))
+    sizes = {"heads": old.num_attention_heads, "kv_heads": old.num_key_value_heads}
+    part = LlamaForCausalLM(
+        config(old.num_hidden_layers, hidden=old.hidden_size, degree=degree, **sizes)
+    )
     state = dict(whole.state_dict())
     for name, wanted in part.state_dict().items():
         for dim, (mine, theirs) in enumerate(zip(wanted.shape, state[name].shape, strict=True)):

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from hdtensor import debug, elastic, ops, pipeline
 from hdtensor._rank import as_rank, current_rank
+from hdtensor._torch_compat import never_compile as _never_compile
 from hdtensor.api import optimizers as _optimizers  # noqa: F401 - extends torch's
 from hdtensor.api.batches import distribute_batch, restore_sequence
 from hdtensor.api.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -46,6 +47,22 @@ from hdtensor.redistribute import RedistributePlan, explain, resolve, simulate
 from hdtensor.redistribute.topology import Topology, use_topology
 from hdtensor.tensor import HDTensor
 
+
+# What compiled programs call of these is either kept whole in their graphs or runs between them.
+_never_compile(
+    "hdtensor._rank",
+    "hdtensor.api.agreement",
+    "hdtensor.api.clip",
+    "hdtensor.api.collect",
+    "hdtensor.api.optimizers",
+    "hdtensor.checkpoint",
+    "hdtensor.collectives",
+    "hdtensor.elastic",
+    "hdtensor.ops",
+    "hdtensor.placements",
+    "hdtensor.plan",
+    "hdtensor.redistribute",
+)
 
 __all__ = [
     "AnnotationPlan",

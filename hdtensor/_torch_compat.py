@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._C import _disabled_torch_function_impl as no_torch_function
+from torch._dynamo import trace_rules
 from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import state_dict as state_dicts
@@ -28,7 +29,11 @@ from torch.distributed.tensor.placement_types import (
 )
 from torch.optim import _adafactor as adafactor, _muon as muon
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes as without_modes,
+    _get_current_dispatch_mode,
+)
 
 
 __all__ = [
@@ -51,16 +56,19 @@ __all__ = [
     "current_mesh",
     "decomposed",
     "dtensor_propagator",
+    "extend_compile",
     "extend_optimizers",
     "extend_state_dicts",
     "extend_tangents",
     "group_timeout",
     "in_backward",
     "is_profiled",
+    "is_traced",
     "keep_effects_of_checkpoints",
     "keep_in_order",
     "keeps_graph",
     "local_binding",
+    "never_compile",
     "new_wrapper",
     "no_torch_function",
     "node_in_backward",
@@ -74,6 +82,7 @@ __all__ = [
     "saved_tensor_hooks",
     "storage_of",
     "use_count",
+    "without_modes",
 ]
 
 #: ``new_wrapper(cls, local, spec, requires_grad)``: DTensor's constructor of a wrapper subclass in C++;
@@ -122,6 +131,18 @@ def register_value_type(cls: type, *members: str) -> None:
     """
     use_real = opaque_object.MemberType.USE_REAL
     opaque_object.register_opaque_type(cls, typ="value", members=dict.fromkeys(members, use_real))
+
+
+def never_compile(*modules: str) -> None:
+    """Have ``torch.compile`` trace no function of these modules or packages, nor compile one that is called between graphs."""
+    for module in modules:
+        trace_rules.add(module)
+
+
+def is_traced() -> bool:
+    """Return whether what runs is being traced, or runs on tensors without values."""
+    mode = _get_current_dispatch_mode()
+    return mode is not None and (torch.compiler.is_compiling() or mode.is_infra_mode())
 
 
 def saved_tensor_hooks() -> Any:
@@ -243,6 +264,16 @@ def extend_tangents(tensor_type: type, convert: Callable[[torch.Tensor, Any], An
     AOTDispatchAutograd.process_runtime_tangent = staticmethod(  # type: ignore[method-assign]
         AOTDispatchAutograd.process_runtime_tangent
     )
+
+
+def extend_compile(note: Callable[[], None]) -> None:
+    """Have ``note()`` called whenever a module is compiled in place."""
+
+    def compile_module(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        note()
+        original(*args, **kwargs)
+
+    _put_before(torch.nn.Module, "compile", compile_module)
 
 
 def _put_before(home: Any, name: str, function: Callable[..., Any]) -> None:

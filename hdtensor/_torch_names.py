@@ -142,6 +142,21 @@ PRIVATE_NAMES = (
         "2.13-2.15",
     ),
     PrivateName(
+        "torch.utils._python_dispatch._disable_current_modes",
+        "placements are deduced outside of what traces",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch.utils._python_dispatch._get_current_dispatch_mode",
+        "the same: whether something traces",
+        "2.13-2.15",
+    ),
+    PrivateName(
+        "torch._dynamo.trace_rules.add",
+        "compilers stay out of dispatch and of what runs between graphs",
+        "2.13-2.15",
+    ),
+    PrivateName(
         "torch._functorch.partitioners.has_recomputable_ops",
         "compiled checkpoints run no collective, and draw no key, again",
         "2.13-2.15",

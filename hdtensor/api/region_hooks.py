@@ -1,19 +1,28 @@
-"""Hooks of a user inside a module that would run as a whole."""
+"""What of a user's is inside a module that would run as a whole: hooks, and modules that were compiled."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from hdtensor._torch_compat import extend_compile
 from hdtensor.api.points import is_own_hook
 from hdtensor.api.router_logits import WholeLogits
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether hooks of a user inside a module would see plain tensors, or not be called."""
+    """Return whether hooks of a user inside a module would see plain tensors, or not be called.
+
+    So would what a user compiled inside of it, which keeps to ``HDTensor``s.
+    """
     for inner in module.modules():
+        if "_orig_mod" in inner._modules or (
+            inner is not module and inner.__dict__.get("_compiled_call_impl") is not None
+        ):
+            return True
         for parameter in inner._parameters.values():
             # GradientSync's own hook is the one.
             if parameter is not None and (
@@ -39,3 +48,18 @@ def hooks_on(module: nn.Module) -> Iterator[Any]:
 
 def _is_known(hook: Any) -> bool:
     return is_own_hook(hook) or isinstance(hook, WholeLogits)
+
+
+#: How often a module was compiled, or given a module, so far.
+compiles = [0]
+
+
+@functools.cache
+def count_compiles() -> None:
+    """Have torch count every module that is compiled in place, or put into another one."""
+    extend_compile(_count)
+    nn.modules.module.register_module_module_registration_hook(_count)
+
+
+def _count(*_: Any) -> None:
+    compiles[0] += 1

@@ -37,7 +37,7 @@ from hdtensor.api.gradients import GradientSync
 from hdtensor.api.module_state import KeptState, Switches, check_draws, draws_itself
 from hdtensor.api.points import Points
 from hdtensor.api.region_compile import CompiledForward
-from hdtensor.api.region_hooks import has_hooks
+from hdtensor.api.region_hooks import compiles, count_compiles, has_hooks
 from hdtensor.api.region_leaf import Places, local_of
 from hdtensor.api.region_modules import modules_of
 from hdtensor.api.region_nodes import (
@@ -93,6 +93,7 @@ def install(
         sync: Is told of gradients that plain passes accumulate.
         only_skips: Whether local modules stay op by op, so that the graph shows their parameters.
     """
+    count_compiles()
     return [
         Region(module, sync, is_stack=holds_layers, only_skips=only_skips)
         for module, holds_layers in modules_of(model, description)
@@ -199,10 +200,11 @@ class Region:
     def _is_hooked(self) -> bool:
         """Whether somebody's hooks inside want to see what the module would hide.
 
-        torch numbers all hooks in one sequence: without a new number nothing has changed.
+        torch numbers all hooks in one sequence, and both counts only grow: without a new sum nothing has changed.
         """
-        if RemovableHandle.next_id != self._hook_number:
-            self._hook_number = RemovableHandle.next_id
+        seen = RemovableHandle.next_id + compiles[0]
+        if seen != self._hook_number:
+            self._hook_number = seen
             self._has_hooks = has_hooks(self.module)
         return self._has_hooks
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hdtensor._torch_compat import decomposed, new_wrapper
+from hdtensor._torch_compat import decomposed, is_traced, new_wrapper, without_modes
 from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError
 from hdtensor.ops import foreach, record, writes
@@ -181,7 +181,11 @@ def _plain_part(value: Any) -> Any:
 def _miss(func: Any, key: Any, args: tuple[Any, ...], kwargs: Any, records: dict[Any, Any]) -> Any:
     kwargs = kwargs or {}
     with observe.profiled("deduce"):
-        run = make_run(func, args, kwargs)
+        if is_traced():
+            with without_modes():  # what traces the program must not see how placements are deduced
+                run = make_run(func, args, kwargs)
+        else:
+            run = make_run(func, args, kwargs)
     if key is not None:
         _num_records[0] += 1
         if _num_records[0] > MAX_RECORDS:

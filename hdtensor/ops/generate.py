@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os.path
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,9 @@ from hdtensor.ops.propagate import Path
 aten = torch.ops.aten
 
 Run = Callable[..., Any]
+
+#: Where generated code seems to stand: in this package, which compilers stay out of.
+_FILE_NAME = os.path.join(os.path.dirname(__file__), "<record>")
 
 _empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -103,7 +107,7 @@ def generate(binding: Binding, tensor_type: type, device: torch.device | None) -
 @functools.lru_cache(maxsize=8192)
 def compiled(source: str) -> Any:
     """Return the code of a generated function; like texts are compiled once."""
-    return compile(source, "<hdtensor record>", "exec")
+    return compile(source, _FILE_NAME, "exec")
 
 
 def _pruned_body(binding: Binding, env: dict[str, Any], device: torch.device | None) -> str:
