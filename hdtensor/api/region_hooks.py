@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from hdtensor._torch_compat import extend_compile
@@ -50,16 +51,22 @@ def _is_known(hook: Any) -> bool:
     return is_own_hook(hook) or isinstance(hook, WholeLogits)
 
 
-#: How often a module was compiled, or given a module, so far.
+#: How often a module was compiled in place, or given one that torch.compile made, so far.
 compiles = [0]
 
 
 @functools.cache
 def count_compiles() -> None:
-    """Have torch count every module that is compiled in place, or put into another one."""
+    """Have torch count them."""
     extend_compile(_count)
-    nn.modules.module.register_module_module_registration_hook(_count)
+    nn.modules.module.register_module_module_registration_hook(_count_compiled)
 
 
-def _count(*_: Any) -> None:
+def _count() -> None:
     compiles[0] += 1
+
+
+def _count_compiled(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    # Models slice their lists of layers, which registers each: while they are traced, too.
+    if not torch.compiler.is_compiling() and module is not None and "_orig_mod" in module._modules:
+        _count()
