@@ -18,7 +18,6 @@ over lanes (``lane_bounds``); a knapsack joins sets. T is a bound if the batch d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +28,6 @@ from hdtensor.planner.lane_sets import LaneSets
 from hdtensor.planner.space import Space
 
 
-#: Numbers of lanes are bounded together from each of these up to the next.
-_LANE_STEPS = (1, 4, 9)
 #: Relative width at which the bisection ends.
 _CLOSE = 3e-3
 #: Relative width of the first step down.
@@ -93,16 +90,16 @@ def lower_bound(space: Space, high: float | None = None, *, whole_layers: bool =
     if len(sets.counts) > _MANY_SETS and high is not None:
         top = max(low, high / _SOUGHT)
     useful = _useful(sets, top)
-    classes = [LaneBound(sets, least, most) for least, most in _lane_classes(space)]
-    if top != high and not any(each.may_end_in(top, useful) for each in classes):
+    most = min(sum(space.devices), space.workload.batch, space.options.max_lanes or 1 << 30)
+    lanes = LaneBound(space, space.options.min_lanes, most)
+    if top != high and not lanes.may_end_in(top, sets, useful):
         return Bound(top, work)
     step = _FIRST_STEP
     while top > low * (1 + _CLOSE):
         # Most bounds are near the best step: steps down from there grow, until a bound is found.
         middle = max(top * (1 - step), (low * top) ** 0.5)
-        still = [each for each in classes if each.may_end_in(middle, useful)]
-        if still:  # what cannot end in this time cannot in a shorter one either
-            classes, top, step = still, middle, 2 * step
+        if lanes.may_end_in(middle, sets, useful):
+            top, step = middle, 2 * step
         else:
             low = middle
     return Bound(low, work)
@@ -116,16 +113,6 @@ def _useful(sets: LaneSets, seconds: float) -> Rows:
         for m, size in enumerate(space.prices.mbs)
     ]
     return find_useful(sets, caps, sum(space.devices))
-
-
-def _lane_classes(space: Space) -> Iterator[tuple[int, int]]:
-    """Yield numbers of lanes that are bounded together, as (least, most)."""
-    options = space.options
-    most = min(sum(space.devices), space.workload.batch, options.max_lanes or space.workload.batch)
-    steps = [step for step in _LANE_STEPS if step <= most]
-    for least, after in zip(steps, [*steps[1:], most + 1], strict=True):
-        if after > options.min_lanes:
-            yield max(least, options.min_lanes), after - 1
 
 
 def count_sets(space: Space) -> int:

@@ -22,8 +22,8 @@ from hdtensor.planner.stage_limits import StageLimits
 from hdtensor.planner.tails import Tails, fastest_tails
 
 
-#: Numbers of lanes from this one on are bounded together to the end.
-_MANY_LANES = 9
+#: Numbers of lanes are bounded together, if there are many, from each of these up to the next; then one by one but for the last.
+_LANE_STEPS = (1, 4, 9)
 #: Micro-batches that stages' own limits take away at most; more costs more time than it is worth.
 _MOST_FEWER = 8
 
@@ -34,85 +34,97 @@ Rows = list[npt.NDArray[np.bool_]]
 class LaneBound:
     """What strategies with a number of lanes between two cannot beat."""
 
-    def __init__(self, sets: LaneSets, least: int, most: int, degree: int | None = None) -> None:
+    def __init__(self, space: Space, least: int, most: int, degree: int | None = None) -> None:
         """Ask the cost model for what depends on the number of lanes.
 
         Args:
-            sets: What lanes can be made of.
+            space: What the search knows.
             least: The smallest number of lanes.
             most: The largest one.
             degree: The least of all lanes' greatest TP, the same for all strategies that are bounded; None for any.
         """
-        self.sets, self.least, self.most, self.degree = sets, least, most, degree
-        self._tails = fastest_tails(sets.space, least, degree)
-        kinds = sets.space.kinds
-        reach = [k for k, kind in enumerate(kinds) if degree is None or kind.group.tp >= degree]
-        self._usable = np.asarray((sets.counts[:, reach] > 0).any(axis=1))
+        self.space, self.least, self.most, self.degree = space, least, most, degree
+        self._tails = fastest_tails(space, least, most, degree)
+        self._reach = [
+            k for k, kind in enumerate(space.kinds) if degree is None or kind.group.tp >= degree
+        ]
 
-    def may_end_in(self, seconds: float, useful: Rows) -> bool:
+    def may_end_in(self, seconds: float, sets: LaneSets, useful: Rows) -> bool:
         """Return whether the bound leaves open that a strategy ends in a time.
 
         Args:
             seconds: The time.
-            useful: Sets that may be part of lanes that do the batch in that time.
+            sets: What lanes can be made of.
+            useful: Which of them may be part of lanes that do the batch in that time.
         """
-        caps = self._caps(seconds, useful)
-        if not self._does_batch(np.max(caps, axis=0)):
+        caps = self._caps(seconds, sets, useful)
+        best = np.max(caps, axis=0)
+        some = best > 0
+        if not some.any():
+            return False  # not even parts of lanes do the batch
+        fewer, near = sets.subset(some), [each[some] > 0 for each in caps]
+        if not self._does_batch(best[some], fewer.devices):
             return False
-        near = [each > 0 for each in caps]
         parts = self._parts
-        return not parts or any(part.may_end_in(seconds, near) for part in parts)
+        return not parts or any(part.may_end_in(seconds, fewer, near) for part in parts)
 
     @cached_property
     def _parts(self) -> list[LaneBound]:
         """Bounds that together say no less: of each number of lanes, or of each degree of TP."""
-        if self.least < min(self.most, _MANY_LANES):
-            return [LaneBound(self.sets, n, n) for n in range(self.least, self.most + 1)]
+        if self._is_coarse:
+            starts = [self.least, *(n for n in _LANE_STEPS if n > self.least)]
+            ends = [*(n - 1 for n in starts[1:]), self.most]
+            return [LaneBound(self.space, *each) for each in zip(starts, ends, strict=True)]
+        if self.least < self.most and self.least < _LANE_STEPS[-1]:
+            return [LaneBound(self.space, n, n) for n in range(self.least, self.most + 1)]
         if self.most == 1 or self.degree is not None:
             return []
-        degrees = sorted({kind.group.tp for kind in self.sets.space.kinds}, reverse=True)
-        return [LaneBound(self.sets, self.least, self.most, degree) for degree in degrees]
+        degrees = sorted({kind.group.tp for kind in self.space.kinds}, reverse=True)
+        return [LaneBound(self.space, self.least, self.most, degree) for degree in degrees]
 
-    def _caps(self, seconds: float, useful: Rows) -> list[Ints]:
+    def _caps(self, seconds: float, sets: LaneSets, useful: Rows) -> list[Ints]:
         """Return the most samples that a lane of each set does in a time, for each size of micro-batches.
 
         It is 0 for sets that cannot be part of lanes that do the batch.
         """
+        usable = (sets.counts[:, self._reach] > 0).any(axis=1)
         sizes = [
-            _Size(self.sets, self._tails, m, rows & self._usable, seconds, self._sharers)
+            _Size(sets, self._tails, m, rows & usable, seconds, self._sharers)
             for m, rows in enumerate(useful)
         ]
-        caps = self._check(sizes)
+        caps = self._check(sets, sizes)
+        if self._is_coarse:
+            return caps  # what is dearer is for parts
         for size, each in zip(sizes, caps, strict=True):
             size.limit(each > 0)
-        return self._check(sizes)
+        return self._check(sets, sizes)
+
+    @property
+    def _is_coarse(self) -> bool:
+        return self.least < _LANE_STEPS[-1] <= self.most
 
     @property
     def _sharers(self) -> int:
-        return self.most if self.sets.space.workload.zero else 1
+        return self.most if self.space.workload.zero else 1
 
-    def _check(self, sizes: Sequence[_Size]) -> list[Ints]:
+    def _check(self, sets: LaneSets, sizes: Sequence[_Size]) -> list[Ints]:
         """Take micro-batches from sets whose stages do not hold all layers, while that changes anything; return what is left."""
-        most = min(self.most, sum(self.sets.space.devices))
+        most = min(self.most, sum(self.space.devices))
         for _ in range(_MOST_FEWER):
             caps = [size.caps() for size in sizes]
-            near = find_useful(self.sets, caps, most)
+            near = find_useful(sets, caps, most)
             left = [size.check(rows) for size, rows in zip(sizes, near, strict=True)]
             if not any(left):
                 break
         caps = [size.caps() for size in sizes]
-        near = find_useful(self.sets, caps, most)
+        near = find_useful(sets, caps, most)
         return [each * rows for each, rows in zip(caps, near, strict=True)]
 
-    def _does_batch(self, caps: Ints) -> bool:
-        """Return whether lanes do the batch, with the most samples that each does."""
-        space = self.sets.space
-        batch, devices = space.workload.batch, self.sets.devices
+    def _does_batch(self, caps: Ints, devices: Ints) -> bool:
+        """Return whether lanes do the batch, by the most samples that each does and what it takes of each pool."""
+        space, batch = self.space, self.space.workload.batch
         if self.most == 1:
             return bool(caps.max(initial=0) >= batch)
-        most = min(self.most, sum(space.devices))
-        if most_samples(space, caps, devices, most)[0] < batch - 1e-6:
-            return False  # not even parts of lanes do it
         points = math.prod(count + 1 for count in space.devices)
         chosen = pack(caps, devices, space.devices, self.most, points)
         return bool(caps[chosen].sum() >= batch)
@@ -143,14 +155,17 @@ class _Size:
         workload, self._mbs = sets.space.workload, sets.space.prices.mbs[m]
         schedule = workload.schedule.lower()
         rows = np.flatnonzero(useful)
-        self._rows = rows[_holds(sets.subset(rows), m, sharers, 1)]
+        if len(rows):
+            rows = rows[_holds(sets.subset(rows), m, sharers, 1)]
+        self._rows = rows
         self._num, self._m, self._tails, self._seconds = len(sets.counts), m, tails, seconds
         self._sets = mine = sets.subset(self._rows)
         self._most = np.minimum(most_alone(mine, seconds, m), workload.batch // self._mbs)
         ahead = 1 if schedule == "gpipe" else sets.space.options.max_stages
         few = np.flatnonzero(~_holds(mine, m, sharers, ahead))
         self._most[few] = np.minimum(self._most[few], mine.stages[few] - 1)
-        self._stages = StageLimits(mine, tails, m) if schedule == "1f1b" else None
+        has_limits = schedule == "1f1b" and len(rows) > 0
+        self._stages = StageLimits(mine, tails, m) if has_limits else None
         self._is_checked = np.zeros(len(self._rows), dtype=bool)
 
     def caps(self) -> Ints:
@@ -180,6 +195,8 @@ class _Size:
             useful: Which sets are looked at, of all.
         """
         rows = np.flatnonzero(useful[self._rows])
+        if not len(rows):
+            return
         most = LaneLimits(self._sets.subset(rows), self._tails, self._m).most(self._seconds)
         self._is_checked[rows[most < self._most[rows]]] = False
         self._most[rows] = np.minimum(self._most[rows], most)

@@ -65,27 +65,30 @@ def usual_tails(space: Space, num_lanes: int) -> Tails:
     return _tails(space, num_lanes, sync)
 
 
-def fastest_tails(space: Space, num_lanes: int, degree: int | None = None) -> Tails:
-    """Return what no strategy beats: synchronization over the fastest links that so many copies can have.
+def fastest_tails(space: Space, least: int, most: int, degree: int | None = None) -> Tails:
+    """Return what no strategy beats: synchronization over the fastest links that copies can have.
+
+    The fewest copies synchronize fastest; the most share an optimizer's states best.
 
     Args:
         space: What the search knows.
-        num_lanes: Copies of each layer, or fewer than there are.
+        least: The smallest number of lanes, each of which has a copy of each layer.
+        most: The largest one.
         degree: TP that no stage of some lane is above; None if there need not be such a lane.
     """
     known = [k for k in range(len(space.kinds)) if np.isfinite(space.prices.layer[k]).any()]
     seconds = np.zeros((4, len(space.kinds)))
-    if num_lanes > 1:
+    if least > 1:
         links = _links_between(space)
-        like = {k: _fastest_parts(space, (space.kinds[k].group,) * num_lanes, links) for k in known}
+        like = {k: _fastest_parts(space, (space.kinds[k].group,) * least, links) for k in known}
         low = [k for k in known if degree is None or space.kinds[k].group.tp <= degree]
         # Unlike copies take no less than like ones of any of their kinds: of a stage's own one, and of one in the lane of low TP.
         lowest = np.min([like[k] for k in low], axis=0)
         for k in known:
             between = like[k] if degree is None or like[k][1] >= lowest[1] else lowest
-            seconds[:, k] = np.minimum(between, _inside_parts(space, k, num_lanes, degree))
+            seconds[:, k] = np.minimum(between, _inside_parts(space, k, least, degree))
     for k in known:
-        seconds[:, k] += _update_parts(space, k, num_lanes)
+        seconds[:, k] += _update_parts(space, k, most)
     return _as_tails(seconds)
 
 
@@ -108,10 +111,7 @@ def _inside_parts(space: Space, kind: int, num_lanes: int, degree: int | None) -
 
 def _fastest_parts(space: Space, copies: tuple[StageGroup, ...], links: Sequence[Link]) -> Floats:
     """Return seconds beside, of a layer, and beside with the embedding and the head, of the fastest of links for each."""
-    parts = [
-        _parts(lambda span, link=link: space.costs.synchronize(copies, span, link))
-        for link in links
-    ]
+    parts = [_parts(partial(space.costs.synchronize, copies, link=link)) for link in links]
     found: Floats = np.min(parts, axis=0)
     return found
 
