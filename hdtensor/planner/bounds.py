@@ -26,6 +26,7 @@ from hdtensor.planner.lane_bounds import most_alone
 from hdtensor.planner.lane_classes import LaneBound, Rows, find_useful
 from hdtensor.planner.lane_sets import LaneSets
 from hdtensor.planner.space import Space
+from hdtensor.planner.whole_parts import WholeParts
 
 
 #: Relative width at which the bisection ends.
@@ -33,7 +34,7 @@ _CLOSE = 3e-3
 #: Relative width of the first step down.
 _FIRST_STEP = 0.015
 #: With many sets no bound is sought that is nearer to the best step than this.
-_MANY_SETS, _SOUGHT = 2_000, 1.0195
+_MANY_SETS, _SOUGHT = 2_000, 1.018
 #: Points of the lattice of devices, and sets of kinds, up to which lanes are bounded one by one.
 _MOST_POINTS = 3_000
 _MOST_SETS = 150_000
@@ -45,10 +46,12 @@ class Bound(NamedTuple):
     Attributes:
         seconds: No strategy of the space has a shorter step.
         work: All work spread over all devices, each at its best; no bubble, no whole layers or micro-batches.
+        parts: What whole layers and whole micro-batches cost the lanes of the best plan known; None if nobody asked.
     """
 
     seconds: float
     work: float
+    parts: WholeParts | None = None
 
 
 def work_bound(space: Space) -> float:

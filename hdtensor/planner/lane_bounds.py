@@ -66,7 +66,7 @@ class _Chain(NamedTuple):
     def most(self, seconds: float) -> Floats:
         """Return the most micro-batches in a time, of shape (rows,)."""
         found: Floats = ((seconds - self.sums) / self.slowest).max(axis=0) + self.more
-        return np.floor(found + _ROUNDING)
+        return found
 
 
 def _chain(
@@ -92,15 +92,16 @@ def _chain(
 class LaneLimits:
     """The most micro-batches of one size that lanes of each set do in a time, what comes after the passes counted."""
 
-    def __init__(self, sets: LaneSets, tails: Tails, m: int) -> None:
+    def __init__(self, sets: LaneSets, tails: Tails, m: int, *, is_whole: bool = True) -> None:
         """Find the corners.
 
         Args:
             sets: What lanes can be made of.
             tails: What comes after the passes of a stage, at least.
             m: Number of the size of micro-batches.
+            is_whole: Whether lanes do whole micro-batches; else parts too.
         """
-        self.sets, self._m, space = sets, m, sets.space
+        self.sets, self._m, self._is_whole, space = sets, m, is_whole, sets.space
         self._tail = sets.least(tails.beside + tails.first + tails.per_layer)
         self._update = sets.least(tails.beside + tails.per_layer)
         self._schedule = space.workload.schedule.lower()
@@ -135,17 +136,17 @@ class LaneLimits:
         corners = entries.corners(fit, total)
         self._chains.append(_chain(rows, corners, stages, rest, tail))
 
-    def most(self, seconds: float) -> Ints:
+    def most(self, seconds: float) -> Floats:
         """Return the most micro-batches that lanes of each set do in a time, of shape (sets,)."""
         sets, limit = self.sets, self.sets.limits[self._m]
         seconds = seconds * (1 + _ROUNDING)
         if self._schedule not in ("1f1b", "gpipe"):  # the first stage need not be the last to end
-            return _whole((seconds - self._update) / limit.fit)
+            return self._rounded((seconds - self._update) / limit.fit)
         if self._schedule == "gpipe":
-            return _whole(_few(limit, seconds - self._tail, sets.phi))
+            return self._rounded(_few(limit, seconds - self._tail, sets.phi))
         many = np.zeros(len(sets.stages))
         for chain in self._chains:
-            many[chain.rows] = np.maximum(many[chain.rows], chain.most(seconds))
+            many[chain.rows] = np.maximum(many[chain.rows], self._rounded(chain.most(seconds)))
         rows = np.flatnonzero(many <= sets.stages)
         part, stages = limit.subset(rows), sets.stages[rows]
         few = _few(part, seconds - self._tail[rows], sets.phi[rows])
@@ -153,7 +154,11 @@ class LaneLimits:
         end = part.sums + self._times[rows] * part.slowest + self._rest[rows]
         full = (many[rows] >= stages) | (end <= seconds).any(axis=0)
         many[rows] = np.minimum(few, np.where(full, stages, stages - 1))
-        return _whole(many)
+        return self._rounded(many)
+
+    def _rounded(self, counts: Floats) -> Floats:
+        found: Floats = np.maximum(np.floor(counts + _ROUNDING) if self._is_whole else counts, 0)
+        return found
 
 
 def _whole(counts: Floats) -> Ints:

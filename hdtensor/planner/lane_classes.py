@@ -199,7 +199,7 @@ class _Size:
             return
         most = LaneLimits(self._sets.subset(rows), self._tails, self._m).most(self._seconds)
         self._is_checked[rows[most < self._most[rows]]] = False
-        self._most[rows] = np.minimum(self._most[rows], most)
+        self._most[rows] = np.minimum(self._most[rows], most.astype(np.int64))
 
 
 def find_useful(sets: LaneSets, caps: Sequence[Ints], most: int) -> Rows:

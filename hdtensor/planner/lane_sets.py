@@ -27,16 +27,20 @@ class LaneSets:
         forwards: The least and the greatest part that forwards have in a stage, each of shape (kinds,).
     """
 
-    def __init__(self, space: Space, *, whole_layers: bool = True) -> None:
-        """Enumerate all of them.
+    def __init__(
+        self, space: Space, counts: Ints | None = None, *, whole_layers: bool = True
+    ) -> None:
+        """Take some sets, or all.
 
         Args:
             space: What the search knows.
+            counts: How many stages of each kind, of shape (sets, kinds); default all that there are devices for.
             whole_layers: Whether stages have whole layers; else one or more, and parts.
         """
         self.space, self.is_whole = space, whole_layers
         self.forwards = _forward_shares(space)
-        self.counts, self.devices = _all_sets(space)
+        self.counts = _all_sets(space) if counts is None else counts
+        self.devices: Ints = self.counts @ _pool_sizes(space)
         self.stages: Ints = self.counts.sum(axis=1)
         self._used = np.ascontiguousarray(self.counts.T > 0)
         gpipe = space.workload.schedule.lower() == "gpipe"
@@ -67,12 +71,18 @@ class LaneSets:
         return found
 
 
-def _all_sets(space: Space) -> tuple[Ints, Ints]:
-    """Return all sets of kinds that there are devices for, and what they take."""
-    kinds = [k for k in range(len(space.kinds)) if np.isfinite(space.prices.layer[k]).any()]
-    pools = np.zeros((len(space.kinds), len(space.pools)), dtype=np.int64)
+def _pool_sizes(space: Space) -> Ints:
+    """Return what each kind takes of each pool, of shape (kinds, pools)."""
+    sizes = np.zeros((len(space.kinds), len(space.pools)), dtype=np.int64)
     for k, kind in enumerate(space.kinds):
-        pools[k, kind.pool] = kind.size
+        sizes[k, kind.pool] = kind.size
+    return sizes
+
+
+def _all_sets(space: Space) -> Ints:
+    """Return all sets of kinds that there are devices for."""
+    kinds = [k for k in range(len(space.kinds)) if np.isfinite(space.prices.layer[k]).any()]
+    pools = _pool_sizes(space)
     now = np.zeros((1, len(space.kinds)), dtype=np.int64)
     last = np.zeros(1, dtype=np.int64)  # kinds are added in their order, so that no set comes twice
     found = []
@@ -84,8 +94,7 @@ def _all_sets(space: Space) -> tuple[Ints, Ints]:
         fit = (now @ pools <= np.array(space.devices)).all(axis=1)
         now, last = now[fit], last[fit]
         found.append(now)
-    counts = np.concatenate(found)
-    return counts, counts @ pools
+    return np.concatenate(found)
 
 
 class WholeLayers:
