@@ -34,7 +34,7 @@ _CLOSE = 3e-3
 #: Relative width of the first step down.
 _FIRST_STEP = 0.015
 #: With many sets no bound is sought that is nearer to the best step than this.
-_MANY_SETS, _SOUGHT = 2_000, 1.018
+_MANY_SETS, _SOUGHT = 2_000, 1.019
 #: Points of the lattice of devices, and sets of kinds, up to which lanes are bounded one by one.
 _MOST_POINTS = 3_000
 _MOST_SETS = 150_000

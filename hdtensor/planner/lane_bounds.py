@@ -28,7 +28,7 @@ def most_alone(sets: LaneSets, seconds: float, m: int) -> Ints:
         seconds: The time.
         m: Number of the size of micro-batches.
     """
-    limit, seconds = sets.limits[m], seconds * (1 + _ROUNDING)
+    limit, seconds = sets.limit(m), seconds * (1 + _ROUNDING)
     found = seconds / limit.fit
     if sets.space.workload.schedule.lower() == "1f1b":
         many = ((seconds - 2 * limit.sums) / limit.slowest).max(axis=0) + sets.stages + 1
@@ -110,7 +110,7 @@ class LaneLimits:
             return
         known = np.isfinite(space.prices.layer[:, m])
         for k in np.flatnonzero(known):
-            rows = np.flatnonzero((sets.counts[:, k] > 0) & (sets.limits[m].fit < NEVER))
+            rows = np.flatnonzero((sets.counts[:, k] > 0) & (sets.limit(m).fit < NEVER))
             if len(rows):
                 self._add(rows, int(k), tails)
         # With as many micro-batches as stages, and the slowest stage first, its tail counts whole.
@@ -122,7 +122,7 @@ class LaneLimits:
     def _add(self, rows: Ints, k: int, tails: Tails) -> None:
         """Add the chain whose first stage is of a kind: T >= 2 A - a_1 + (M - S) a + tail of the first stage."""
         sets, prices, m = self.sets, self.sets.space.prices, self._m
-        fit, stages = sets.limits[m].fit[rows], sets.stages[rows].astype(float)
+        fit, stages = sets.limit(m).fit[rows], sets.stages[rows].astype(float)
         known = np.isfinite(prices.layer[:, m])
         layer, own = prices.layer[known, m], prices.layer[k, m]
         counts = sets.counts[rows].astype(float)
@@ -138,7 +138,7 @@ class LaneLimits:
 
     def most(self, seconds: float) -> Floats:
         """Return the most micro-batches that lanes of each set do in a time, of shape (sets,)."""
-        sets, limit = self.sets, self.sets.limits[self._m]
+        sets, limit = self.sets, self.sets.limit(self._m)
         seconds = seconds * (1 + _ROUNDING)
         if self._schedule not in ("1f1b", "gpipe"):  # the first stage need not be the last to end
             return self._rounded((seconds - self._update) / limit.fit)

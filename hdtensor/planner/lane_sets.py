@@ -46,8 +46,8 @@ class LaneSets:
         gpipe = space.workload.schedule.lower() == "gpipe"
         lesser = np.minimum(self.forwards[1], 1 - self.forwards[0])
         self.phi: Floats = -self.least(-lesser) * (not gpipe)
-        limits = [WholeLayers(self, m, whole_layers) for m in range(len(space.prices.mbs))]
-        self.limits: tuple[WholeLayers, ...] = tuple(limits)
+        self._limits: dict[int, WholeLayers] = {}
+        self._among: tuple[LaneSets, npt.NDArray[np.bool_] | Ints] | None = None
 
     def subset(self, rows: npt.NDArray[np.bool_] | Ints) -> LaneSets:
         """Return some of the sets.
@@ -60,8 +60,18 @@ class LaneSets:
         other.counts, other.devices = self.counts[rows], self.devices[rows]
         other._used = np.ascontiguousarray(self._used[:, rows])
         other.stages, other.phi = self.stages[rows], self.phi[rows]
-        other.limits = tuple(limit.subset(rows) for limit in self.limits)
+        other._limits, other._among = {}, (self, rows)
         return other
+
+    def limit(self, m: int) -> WholeLayers:
+        """Return what limits the sets with a size of micro-batches, by its number."""
+        if m not in self._limits:
+            if self._among is None:
+                self._limits[m] = WholeLayers(self, m, self.is_whole)
+            else:
+                sets, rows = self._among
+                self._limits[m] = sets.limit(m).subset(rows)
+        return self._limits[m]
 
     def least(self, values: Floats) -> Floats:
         """Return the least value over the kinds of each set."""

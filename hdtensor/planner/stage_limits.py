@@ -48,7 +48,7 @@ class StageLimits:
         self._ones = np.where(self._is_stage, self._layer[self._kinds], 0.0).cumsum(axis=0)
         self._rest = sets.least(prices.first[:, m]) + sets.least(prices.last[:, m])
         self._tail = sets.least(tails.beside + tails.first + tails.per_layer)
-        self._phi = sets.phi
+        self._phi, self._least = sets.phi, sets.limit(m).sums.min(axis=0)
         self._least_forward, self._forward = sets.least(sets.forwards[0]), sets.forwards[1]
 
     def may_hold(self, rows: Ints, most: Ints, seconds: float) -> npt.NDArray[np.bool_]:
@@ -69,7 +69,7 @@ class StageLimits:
         sums = np.where(is_stage, places, 0.0).cumsum(axis=0)
         before = end * (1 - (1 - 1 / count) ** number)
         chain = np.maximum(count - 1 - stages, _TINY)
-        total = ones[-1] + self._rest[rows]
+        total = self._least[rows]
         able: npt.NDArray[np.bool_] = total <= end
         for _ in range(_ROUNDS):
             rest = np.maximum(end - total, 0)
