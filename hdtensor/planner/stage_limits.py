@@ -60,7 +60,7 @@ class StageLimits:
             seconds: The time.
         """
         count, stages = most.astype(float), self._stages[rows]
-        kinds, is_stage, ones = self._kinds[:, rows], self._is_stage[:, rows], self._ones[:, rows]
+        kinds, is_stage = self._kinds[:, rows], self._is_stage[:, rows]
         seconds *= 1 + _ROUNDING
         end = seconds - self._tail[rows]
         number = np.arange(1, len(kinds) + 1)[:, None]
@@ -87,7 +87,7 @@ class StageLimits:
         ahead = np.minimum(self._stages[rows] - 1, count - 1)
         passes = count - least * (1 + ahead * self._forward[kinds])
         room = seconds - least * total - self._beside[kinds]
-        layers = room / (passes * layer + self._per_layer[kinds])
+        layers = room / np.maximum(passes * layer + self._per_layer[kinds], _TINY)
         if self._is_whole:
             layers = np.floor(layers + _ROUNDING)
         found: Floats = layers * layer
