@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,20 @@ _MOST_FEWER = 8
 Rows = list[npt.NDArray[np.bool_]]
 
 
+class _Open(NamedTuple):
+    """A time in which strategies may end.
+
+    Attributes:
+        seconds: The time.
+        sets: What their lanes can be made of.
+        useful: Which of them are looked at, for each size of micro-batches.
+    """
+
+    seconds: float
+    sets: LaneSets
+    useful: Rows
+
+
 class LaneBound:
     """What strategies with a number of lanes between two cannot beat."""
 
@@ -45,6 +60,7 @@ class LaneBound:
         """
         self.space, self.least, self.most, self.degree = space, least, most, degree
         self._tails = fastest_tails(space, least, most, degree)
+        self._open: _Open | None = None
         self._reach = [
             k for k, kind in enumerate(space.kinds) if degree is None or kind.group.tp >= degree
         ]
@@ -57,6 +73,10 @@ class LaneBound:
             sets: What lanes can be made of.
             useful: Which of them may be part of lanes that do the batch in that time.
         """
+        known = self._open
+        if known is not None and seconds <= known.seconds:
+            # What cannot be part of lanes that do the batch in a time cannot in a shorter one either.
+            sets, useful = min((sets, useful), known[1:], key=lambda each: len(each[0].counts))
         caps = self._caps(seconds, sets, useful)
         best = np.max(caps, axis=0)
         some = best > 0
@@ -66,7 +86,15 @@ class LaneBound:
         if not self._does_batch(best[some], fewer.devices):
             return False
         parts = self._parts
-        return not parts or any(part.may_end_in(seconds, fewer, near) for part in parts)
+        for number, part in enumerate(parts):
+            if part.may_end_in(seconds, fewer, near):
+                parts.insert(0, parts.pop(number))  # it is asked first about the next time
+                break
+        else:
+            if parts:
+                return False
+        self._open = _Open(seconds, fewer, near)
+        return True
 
     @cached_property
     def _parts(self) -> list[LaneBound]:
