@@ -31,6 +31,8 @@ from hdtensor.planner.whole_parts import WholeParts
 
 #: Relative width at which the bisection ends.
 _CLOSE = 3e-3
+#: Likewise with many sets.
+_CLOSE_MANY = 0.01
 #: Relative width of the first step down.
 _FIRST_STEP = 0.015
 #: With many sets no bound is sought that is nearer to the best step than this.
@@ -97,8 +99,8 @@ def lower_bound(space: Space, high: float | None = None, *, whole_layers: bool =
     lanes = LaneBound(space, space.options.min_lanes, most)
     if top != high and not lanes.may_end_in(top, sets, useful):
         return Bound(top, work)
-    step = _FIRST_STEP
-    while top > low * (1 + _CLOSE):
+    step, close = _FIRST_STEP, _CLOSE_MANY if len(sets.counts) > _MANY_SETS else _CLOSE
+    while top > low * (1 + close):
         # Most bounds are near the best step: steps down from there grow, until a bound is found.
         middle = max(top * (1 - step), (low * top) ** 0.5)
         if lanes.may_end_in(middle, sets, useful):
