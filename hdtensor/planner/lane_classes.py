@@ -107,8 +107,12 @@ class LaneBound:
             return [LaneBound(self.space, n, n) for n in range(self.least, self.most + 1)]
         if self.most == 1 or self.degree is not None:
             return []
-        degrees = sorted({kind.group.tp for kind in self.space.kinds}, reverse=True)
-        return [LaneBound(self.space, self.least, self.most, degree) for degree in degrees]
+        known = np.isfinite(self.space.prices.layer).any(axis=1)
+        degrees = {kind.group.tp for k, kind in enumerate(self.space.kinds) if known[k]}
+        return [
+            LaneBound(self.space, self.least, self.most, degree)
+            for degree in sorted(degrees, reverse=True)
+        ]
 
     def _caps(self, seconds: float, sets: LaneSets, useful: Rows) -> list[Ints]:
         """Return the most samples that a lane of each set does in a time, for each size of micro-batches.

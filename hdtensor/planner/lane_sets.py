@@ -234,13 +234,16 @@ def _forward_shares(space: Space) -> tuple[Floats, Floats]:
     """Return, for each kind, the least and the greatest part that forwards have in a stage, whatever its layers."""
     prices = space.prices
     known = np.isfinite(prices.layer)
+    layer, first, last = (
+        np.where(known, part, 0.0) for part in (prices.layer, prices.first, prices.last)
+    )
+    forwards = (prices.layer_forward, prices.first_forward, prices.last_forward)
+    layer_forward, first_forward, last_forward = (np.where(known, part, 0.0) for part in forwards)
     shares = []
-    for first in (0, 1):
-        for last in (0, 1):
-            total = prices.layer + first * prices.first + last * prices.last
-            forward = (
-                prices.layer_forward + first * prices.first_forward + last * prices.last_forward
-            )
+    for has_first in (0, 1):
+        for has_last in (0, 1):
+            total = layer + has_first * first + has_last * last
+            forward = layer_forward + has_first * first_forward + has_last * last_forward
             shares.append(np.where(known, forward / np.where(known, total, 1), 0.5))
     parts = np.stack(shares)
     return parts.min(axis=(0, 2)), parts.max(axis=(0, 2))

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from hdtensor.errors import PlannerError
 from hdtensor.planner import bounds
 from hdtensor.planner.bounds import lower_bound
 from hdtensor.planner.cluster import Cluster, Link, Node
@@ -69,6 +70,25 @@ def test_lanes_that_share_an_optimizer_are_not_bounded_by_the_fewest():
     assert best == pytest.approx(2 + 0.01 * 4 / 3)  # two layers, and with them embedding and head
     assert lower_bound(space).seconds <= best
     assert lower_bound(space).seconds > 2
+
+
+class WithoutTP1(TableCosts):
+    """Costs of a profile that was not measured without TP."""
+
+    def seconds(self, unit, group, mbs):
+        if group.tp == 1:
+            raise PlannerError("tp: 1 was not measured.")
+        return super().seconds(unit, group, mbs)
+
+
+def test_degrees_of_tp_that_nobody_measured_have_no_bound():
+    nodes = tuple(Node(device=device("a"), num_devices=4, inside=Link(1.0, 0.0)) for _ in "ab")
+    work = Workload(batch=4, context=1, precision="float32", zero=0)
+    options = SearchOptions(tp_degrees=(1, 2, 4), mbs=(1,), max_stages=2)
+    cluster = Cluster(nodes=nodes, between=Link(1.0, 0.0))
+    space = make_space(cluster, WithoutTP1(), work, 2, options)
+    found = search(space)
+    assert 0 < lower_bound(space).seconds <= found.seconds
 
 
 def random_lanes(rng):
