@@ -74,9 +74,9 @@ class LaneBound:
             useful: Which of them may be part of lanes that do the batch in that time.
         """
         known = self._open
-        if known is not None and seconds <= known.seconds:
+        if known and seconds <= known.seconds and len(known.sets.counts) < len(sets.counts):
             # What cannot be part of lanes that do the batch in a time cannot in a shorter one either.
-            sets, useful = min((sets, useful), known[1:], key=lambda each: len(each[0].counts))
+            sets, useful = known.sets, known.useful
         caps = self._caps(seconds, sets, useful)
         best = np.max(caps, axis=0)
         some = best > 0
@@ -107,8 +107,10 @@ class LaneBound:
             return [LaneBound(self.space, n, n) for n in range(self.least, self.most + 1)]
         if self.most == 1 or self.degree is not None:
             return []
-        known = np.isfinite(self.space.prices.layer).any(axis=1)
-        degrees = {kind.group.tp for k, kind in enumerate(self.space.kinds) if known[k]}
+        layer = self.space.prices.layer
+        degrees = {
+            kind.group.tp for k, kind in enumerate(self.space.kinds) if np.isfinite(layer[k]).any()
+        }
         return [
             LaneBound(self.space, self.least, self.most, degree)
             for degree in sorted(degrees, reverse=True)
