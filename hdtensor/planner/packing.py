@@ -140,6 +140,8 @@ class _Table:
         steps = self.values > 0
         for axis in range(steps.ndim):
             steps &= np.diff(self.values, axis=axis, prepend=0) > 0
+        if other is self:  # of two like parts one has no more than half of the first pool
+            steps[(len(steps) + 1) // 2 :] = False
         for point in zip(*(axis.tolist() for axis in np.nonzero(steps)), strict=True):
             low = tuple(slice(i, None) for i in point)
             high = tuple(slice(0, n - i) for i, n in zip(point, best.shape, strict=True))

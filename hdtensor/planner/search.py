@@ -30,6 +30,7 @@ from hdtensor.planner.shapes import Shape, find_shapes
 from hdtensor.planner.space import Space
 from hdtensor.planner.strategy import Strategy
 from hdtensor.planner.uniform import best_uniform
+from hdtensor.planner.whole_parts import find_whole_parts
 
 
 #: Strategies of equal lanes that are simulated, at each level.
@@ -253,6 +254,8 @@ class _Run:
             bound = Bound(found.seconds, min(work_bound(self.space), found.seconds))
         else:
             bound = lower_bound(self.space, found.seconds)
+        parts = find_whole_parts(self.space, found.strategy, found.seconds)
+        bound = bound._replace(parts=parts)
         return replace(found, bound=bound, is_complete=self.is_complete, levels=tuple(self.levels))
 
 

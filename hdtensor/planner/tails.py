@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -64,45 +65,80 @@ def usual_tails(space: Space, num_lanes: int) -> Tails:
     return _tails(space, num_lanes, sync)
 
 
-def fastest_tails(space: Space, num_lanes: int) -> Tails:
-    """Return what no strategy beats: synchronization over the fastest links that so many copies can have.
+def fastest_tails(space: Space, least: int, most: int, degree: int | None = None) -> Tails:
+    """Return what no strategy beats: synchronization over the fastest links that copies can have.
+
+    The fewest copies synchronize fastest; the most share an optimizer's states best.
 
     Args:
         space: What the search knows.
-        num_lanes: Copies of each layer, or fewer than there are.
+        least: The smallest number of lanes, each of which has a copy of each layer.
+        most: The largest one.
+        degree: TP that no stage of some lane is above; None if there need not be such a lane.
     """
+    known = [k for k in range(len(space.kinds)) if np.isfinite(space.prices.layer[k]).any()]
+    seconds = np.zeros((4, len(space.kinds)))
+    if least > 1:
+        links = _links_between(space)
+        like = {k: _fastest_parts(space, (space.kinds[k].group,) * least, links) for k in known}
+        low = [k for k in known if degree is None or space.kinds[k].group.tp <= degree]
+        # Unlike copies take no less than like ones of any of their kinds: of a stage's own one, and of one in the lane of low TP.
+        lowest = np.min([like[k] for k in low], axis=0)
+        for k in known:
+            between = like[k] if degree is None or like[k][1] >= lowest[1] else lowest
+            seconds[:, k] = np.minimum(between, _inside_parts(space, k, least, degree))
+    for k in known:
+        seconds[:, k] += _update_parts(space, k, most)
+    return _as_tails(seconds)
 
-    def sync(kind: int, span: LayerSpan) -> float:
-        group: StageGroup = space.kinds[kind].group
-        found = min(
-            space.costs.synchronize((group,) * num_lanes, span, link)
-            for link in _links_between(space)
-        )
-        pool = space.pools[space.kinds[kind].pool]
-        if max(map(len, pool.ranks)) < space.kinds[kind].size + num_lanes - 1:
-            return found
-        # In one node some copy has no more than its part of the node; as many ranks is the most for its TP.
-        part = max(map(len, pool.ranks)) // num_lanes
-        few = max(
-            k.group.tp for k in space.kinds if k.size <= part and k.pool == space.kinds[kind].pool
-        )
-        groups = (group,) * (num_lanes - 1) + (group._replace(tp=min(few, group.tp)),)
-        return min(found, space.costs.synchronize(groups, span, pool.inside))
 
-    return _tails(space, num_lanes, sync)
+def _inside_parts(space: Space, kind: int, num_lanes: int, degree: int | None) -> Floats:
+    """Return what a synchronization of copies in one node takes at least, infinity if it has no room for them.
+
+    The smallest copy has no more ranks than its part of the node, and than its part of what a stage leaves to the others; as
+    many are the most for its TP.
+    """
+    group, pool = space.kinds[kind].group, space.pools[space.kinds[kind].pool]
+    most, size = max(map(len, pool.ranks)), space.kinds[kind].size
+    part = min(most // num_lanes, (most - size) // (num_lanes - 1))
+    few = [k.group.tp for k in space.kinds if k.size <= part and k.pool == space.kinds[kind].pool]
+    if not few:
+        return np.full(4, np.inf)
+    least = min(max(few), group.tp, degree or group.tp)
+    copies = (group,) * (num_lanes - 1) + (group._replace(tp=least),)
+    return _fastest_parts(space, copies, [pool.inside])
+
+
+def _fastest_parts(space: Space, copies: tuple[StageGroup, ...], links: Sequence[Link]) -> Floats:
+    """Return seconds beside, of a layer, and beside with the embedding and the head, of the fastest of links for each."""
+    parts = [_parts(partial(space.costs.synchronize, copies, link=link)) for link in links]
+    found: Floats = np.min(parts, axis=0)
+    return found
+
+
+def _update_parts(space: Space, kind: int, num_lanes: int) -> Floats:
+    group = space.kinds[kind].group
+    return _parts(lambda span: space.costs.update(group, span, num_lanes))
+
+
+def _parts(seconds: Callable[[LayerSpan], float]) -> Floats:
+    """Return seconds beside, of a layer, and beside with the embedding and the head."""
+    one, two, first, last = (seconds(span) for span in _SPANS)
+    return np.array([max(0.0, 2 * one - two), two - one, first - one, last - one])
+
+
+def _as_tails(seconds: Floats) -> Tails:
+    return Tails(beside=seconds[0], per_layer=seconds[1], first=seconds[2], last=seconds[3])
 
 
 def _tails(space: Space, num_lanes: int, sync: Callable[[int, LayerSpan], float]) -> Tails:
     seconds = np.zeros((4, len(space.kinds)))
-    for k, kind in enumerate(space.kinds):
+    for k in range(len(space.kinds)):
         if np.isfinite(space.prices.layer[k]).any():
-            one, two, first, last = (
-                (sync(k, span) if num_lanes > 1 else 0.0)
-                + space.costs.update(kind.group, span, num_lanes)
-                for span in _SPANS
-            )
-            seconds[:, k] = (max(0.0, 2 * one - two), two - one, first - one, last - one)
-    return Tails(beside=seconds[0], per_layer=seconds[1], first=seconds[2], last=seconds[3])
+            seconds[:, k] = _update_parts(space, k, num_lanes)
+            if num_lanes > 1:
+                seconds[:, k] += _parts(partial(sync, k))
+    return _as_tails(seconds)
 
 
 def _crossing_link(space: Space, kind: int) -> Link:

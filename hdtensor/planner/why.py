@@ -20,6 +20,7 @@ from hdtensor.planner.text_report import (
     stage_text,
     strategy_text,
 )
+from hdtensor.planner.whole_parts import WholeParts, find_whole_parts
 
 
 #: Rejected plans that are reported; those of them whose loss is looked into, while all their lanes' stages
@@ -104,27 +105,38 @@ def why_of(result: SearchResult, summary: Summary, costs: CostModel) -> dict[str
     """
     uniform = result.uniform
     why = find_why(summary, costs)
+    parts = result.bound.parts or find_whole_parts(result.space, result.strategy, result.seconds)
     return {
         "bound_seconds": result.bound.seconds,
         "work_seconds": result.bound.work,
+        "lanes_bound_seconds": None if parts is None else parts.seconds,
+        "whole_layers_seconds": None if parts is None else parts.layers,
+        "whole_microbatches_seconds": None if parts is None else parts.microbatches,
         "gap": result.gap,
         "num_simulated": result.num_scored,
         "is_complete": result.is_complete,
         "uniform_seconds": None if uniform is None else uniform.seconds,
         "uniform": "" if uniform is None else strategy_text(uniform.strategy),
         "constraint": why.constraint,
-        "reasons": list(_reasons(result, summary, why)),
+        "reasons": list(_reasons(result, summary, why, parts)),
         "alternatives": list(_alternatives(result, summary, costs)),
     }
 
 
-def _reasons(result: SearchResult, summary: Summary, why: Why) -> Iterator[str]:
+def _reasons(
+    result: SearchResult, summary: Summary, why: Why, parts: WholeParts | None
+) -> Iterator[str]:
     step = summary.prediction.seconds
     work = result.bound.work
     if 0 < work <= result.bound.seconds:
         yield (
             f"All work spread over all devices without loss takes {seconds_text(work)}; that layers and micro-batches "
             f"are whole and pipelines fill and drain raises the bound to {seconds_text(result.bound.seconds)}."
+        )
+    if parts is not None:
+        yield (
+            f"Lanes of these stages take at least {seconds_text(parts.seconds)}, in any order: of that, whole layers cost "
+            f"{parts.layers / step:.2%} of the step, and whole micro-batches {parts.microbatches / step:.2%}."
         )
     yield f"What binds: {why.constraint}. The bottleneck is {stage_text(summary.bottleneck)}."
     for move in why.moves[:3]:

@@ -13,6 +13,7 @@ from hdtensor.planner.devices import Device
 from hdtensor.planner.place import LaneDraft, place
 from hdtensor.planner.shapes import fits
 from hdtensor.planner.space import SearchOptions, make_space
+from hdtensor.planner.strategy import LaneChoice, StageChoice, Strategy
 from hdtensor.planner.workload import Workload
 
 
@@ -157,3 +158,106 @@ def all_strategies(space):
         for index in range(start, len(drafts)):
             if fits(space, kinds + drafts[index].kinds):
                 todo.append(((*lanes, drafts[index]), index))
+
+
+def lanes_on_nodes(space):
+    """Return every lane but for its number of micro-batches, with the node of each stage; nodes in the cluster's order."""
+    sizes = [node.num_devices for node in space.cluster.nodes]
+    home = {node: p for p, pool in enumerate(space.pools) for node in pool.nodes}
+    places = [
+        (k, node)
+        for k, kind in enumerate(space.kinds)
+        for node, pool in home.items()
+        if pool == kind.pool
+    ]
+    found, todo = [], [()]
+    while todo:
+        stages = todo.pop()
+        taken = [
+            sum(space.kinds[k].size for k, n in stages if n == node) for node in range(len(sizes))
+        ]
+        if any(have > size for have, size in zip(taken, sizes, strict=True)):
+            continue
+        if stages:
+            kinds, nodes = zip(*stages, strict=True)
+            for layers in compositions(space.num_layers, len(stages)):
+                found += [(LaneDraft(kinds, layers, mbs), nodes, taken) for mbs in space.prices.mbs]
+        if len(stages) < min(space.options.max_stages, space.num_layers):
+            todo += [(*stages, place) for place in places]
+    return found
+
+
+def all_placed_strategies(space):
+    """Yield every strategy of a space on every choice of nodes; devices of a node are alike."""
+    lanes, batch = lanes_on_nodes(space), space.workload.batch
+    todo = [((), 0, [node.num_devices for node in space.cluster.nodes], batch)]
+    while todo:
+        chosen, start, free, left = todo.pop()
+        if left == 0:
+            yield strategy_on_nodes(space, chosen)
+            continue
+        for index in range(start, len(lanes)):
+            draft, nodes, taken = lanes[index]
+            rest = [have - take for have, take in zip(free, taken, strict=True)]
+            if min(rest) >= 0:
+                for count in range(1, left // draft.mbs + 1):
+                    lane = (draft._replace(num_microbatches=count), nodes)
+                    todo.append(((*chosen, lane), index, rest, left - count * draft.mbs))
+
+
+def strategy_on_nodes(space, lanes):
+    """Return lanes (draft, nodes) with ranks."""
+    free = [list(space.cluster.ranks_of(node)) for node in range(len(space.cluster.nodes))]
+    choices = []
+    for draft, nodes in lanes:
+        stages = []
+        for k, num_layers, node in zip(draft.kinds, draft.layers, nodes, strict=True):
+            group, size = space.kinds[k].group, space.kinds[k].size
+            ranks, free[node] = tuple(free[node][:size]), free[node][size:]
+            stages.append(StageChoice(ranks, num_layers, group.tp, group.cp))
+        choices.append(LaneChoice(tuple(stages), draft.num_microbatches, draft.mbs))
+    return Strategy(tuple(choices))
+
+
+def space_of_nodes(seed):
+    """Return a space of up to six devices on one to four nodes, whose synchronization is short or long beside the passes."""
+    rng = random.Random(seed)
+    devices = [device("a"), device("b")]
+    sizes = rng.choice([(2, 2), (1, 1, 1, 1), (4,), (2, 1, 1), (3, 2), (1,) * 6, (6,), (4, 2)])
+    nodes = [
+        Node(
+            device=rng.choice(devices),
+            num_devices=size,
+            inside=Link(rng.choice([0.5, 5, 100.0]) * rng.uniform(0.5, 2), rng.choice([0, 0.05])),
+        )
+        for size in sizes
+    ]
+    between = Link(rng.choice([0.2, 2, 20.0]) * rng.uniform(0.5, 2), rng.choice([0, 0.1]))
+    zero, few = rng.choice([0, 1]), sum(sizes) < 5
+    costs = TableCosts(
+        layer={"a": 1.0, "b": rng.uniform(1, 5)},
+        loss=rng.choice([0.0, rng.uniform(0, 0.6)]),
+        forward=rng.choice([1 / 3, 0.45, 0.6]),
+        first=rng.choice([0.0, 0.5]),
+        last=rng.choice([0.0, 1.0]),
+        fixed=rng.choice([0.0, 1.0]),
+        num_bytes=rng.choice([0.0, 0.03, 0.3, 3.0]),
+        num_bytes_sent=rng.choice([0.0, 0.1]),
+        memory_per_layer=1000.0,
+        held_per_layer=100.0,
+        is_zero=bool(zero),
+    )
+    workload = Workload(
+        batch=rng.randint(3, 7) if few else rng.randint(3, 4),
+        context=1,
+        precision="float32",
+        zero=zero,
+    )
+    options = SearchOptions(
+        tp_degrees=rng.choice([(1, 2, 4), (1, 2), (1,)]),
+        mbs=rng.choice([(1,), (1, 2)]),
+        max_stages=3 if few else 2,
+        min_lanes=rng.choice([1, 1, 2, 3]),
+    )
+    cluster = Cluster(nodes=tuple(nodes), between=between)
+    return make_space(cluster, costs, workload, rng.randint(2, 4 if few else 2), options)

@@ -87,6 +87,11 @@ def test_what_a_search_says_is_true_of_what_it_rejected():
     summary = predict(planned, costs)
     why = why_of(result, summary, costs)
     assert why["work_seconds"] <= why["bound_seconds"] <= summary.prediction.seconds
+    assert (
+        0 <= why["whole_layers_seconds"] < why["lanes_bound_seconds"] <= summary.prediction.seconds
+    )
+    assert 0 <= why["whole_microbatches_seconds"] < why["lanes_bound_seconds"]
+    assert any("whole micro-batches" in reason for reason in why["reasons"])
     assert summary.prediction.seconds <= why["uniform_seconds"]
     seconds = [each["seconds"] for each in why["alternatives"]]
     assert seconds == sorted(seconds)
