@@ -17,8 +17,9 @@ cut                 cut                 refused                               -
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -91,10 +92,16 @@ class LocalModule:
         self.name = name
         self.module = module
         self.forward = module.forward
-        self.__wrapped__ = module.forward
-        module.forward = self
+        module.forward = self._stand_in()
         #: Compilers run it while they trace, and keep what it does to tensors.
         self._in_graph = torch.compiler.allow_in_graph(lambda *args: self._run(*args))
+
+    def _stand_in(self) -> Callable[..., Any]:
+        @functools.wraps(self.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        return forward
 
     def remove(self) -> None:
         """Give the module its own forward back."""

@@ -52,6 +52,7 @@ class ParallelState:
         runs_lane: Whether a pipeline's runner calls the model.
         router_hooks: They gather these logits.
         upkeep: Notices that the model's parameters are others.
+        earlier: Points and regions of plans that the model followed, by the plan's text.
         undo: Take from the model what runners of its pipelines have put on it, the newest last.
     """
 
@@ -62,7 +63,7 @@ class ParallelState:
     local_modules: tuple[str, ...] = ()
     local: list[local.LocalModule] = field(default_factory=list)
     regions: list[regions.Region] = field(default_factory=list)
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    hooks: list[points.PlacedPoint] = field(default_factory=list)
     restores: list[Callable[[], None]] = field(default_factory=list)
     is_batch_checked: bool = False
     depth: int = 0
@@ -71,6 +72,9 @@ class ParallelState:
     runs_lane: bool = False
     router_hooks: list[RemovableHandle] = field(default_factory=list)
     upkeep: Upkeep = field(init=False)
+    earlier: dict[str, tuple[list[points.PlacedPoint], list[regions.Region]]] = field(
+        default_factory=dict
+    )
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -87,6 +91,9 @@ class ParallelState:
         finally:
             self.runs_lane = False
 
+
+#: Plans of a model whose points and regions are kept: a program that was compiled under one is found again.
+_MAX_EARLIER = 8
 
 _states: weakref.WeakKeyDictionary[nn.Module, ParallelState] = weakref.WeakKeyDictionary()
 
@@ -242,16 +249,30 @@ def _install(model: nn.Module, state: ParallelState) -> None:
     if state.is_staged:
         state.hooks, state.restores, state.regions = [], [], []
         return
-    state.hooks = points.place(model, state.plan)
+    text = state.plan.to_json()
+    kept = state.earlier.pop(text, None)
+    if kept is None:
+        state.hooks = points.place(model, state.plan)
+    else:
+        state.hooks = kept[0]
+        for hook in state.hooks:
+            hook.put_back()
     sharing = state.plan.shared_sequences
     state.restores = []
     if sharing is not None:
         order = order_in(state.plan)
         modules = [model.get_submodule(name) for name in sharing.modules]
         state.restores = [share_sequences(module, sharing.method, order) for module in modules]
-    if state.use_regions:
+    if kept is not None:
+        state.regions = kept[1]
+        for region in state.regions:
+            region.put_back()
+    elif state.use_regions:
         description = ModelDescription.from_module(model)
         state.regions = regions.install(model, description, state.sync)
+    while len(state.earlier) >= _MAX_EARLIER:
+        del state.earlier[next(iter(state.earlier))]
+    state.earlier[text] = (state.hooks, state.regions)
 
 
 def is_parallelized(model: nn.Module) -> bool:
@@ -352,5 +373,6 @@ def _fingerprint(model: nn.Module, src_data_rank: int | None) -> Any:
 
 
 def _reinstall(model: nn.Module, state: ParallelState) -> None:
+    state.earlier.clear()
     _remove(state)
     _install(model, state)

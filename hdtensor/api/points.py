@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils.hooks import RemovableHandle
 
 from hdtensor._torch_compat import raw_apply
 from hdtensor.ops.bound import BoundSpec
@@ -113,22 +112,56 @@ recording: list[Points] = []
 running: list[Points] = []
 
 
-def place(model: nn.Module, plan: ExpandedPlan) -> list[RemovableHandle]:
-    """Hook a plan's points into a model; return the handles that take them out."""
+class PlacedPoint:
+    """A point that was hooked into a model, and may be taken out and put back.
+
+    Put back it is the same hook under the same number, so that what was compiled with it is found again.
+    """
+
+    def __init__(self, model: nn.Module, point: RedistributePoint) -> None:
+        """Hook a point inside subgroups into a model."""
+        self._module = model.get_submodule(point.module)
+        self._is_output = point.side == "output"
+        self._hook: Any
+        if self._is_output:
+            self._hook = OutputPoint(point.spec)
+            self._handle = self._module.register_forward_hook(self._hook)
+        else:
+            self._hook = InputPoint(point.spec)
+            self._handle = self._module.register_forward_pre_hook(self._hook, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Take the point out."""
+        self._handle.remove()
+
+    def put_back(self) -> None:
+        """Hook the point in again, after what was hooked in since."""
+        number = self._handle.id
+        if self._is_output:
+            self._module._forward_hooks[number] = self._hook
+        else:
+            self._module._forward_pre_hooks[number] = self._hook
+            self._module._forward_pre_hooks_with_kwargs[number] = True
+
+
+def place(model: nn.Module, plan: ExpandedPlan) -> list[PlacedPoint]:
+    """Hook a plan's points into a model."""
     return [hook_in(model, point) for point in plan.points]
 
 
-def hook_in(model: nn.Module, point: RedistributePoint) -> RemovableHandle:
-    """Hook one point inside subgroups into a model; return the handle that takes it out."""
-    module = model.get_submodule(point.module)
-    if point.side == "output":
-        return module.register_forward_hook(OutputPoint(point.spec))
-    return module.register_forward_pre_hook(InputPoint(point.spec), with_kwargs=True)
+def hook_in(model: nn.Module, point: RedistributePoint) -> PlacedPoint:
+    """Hook one point inside subgroups into a model."""
+    return PlacedPoint(model, point)
+
+
+def is_point(hook: Any) -> bool:
+    """Whether a module hook is one of the plan's redistribute points."""
+    return isinstance(hook, OutputPoint | InputPoint)
 
 
 def is_own_hook(hook: Any) -> bool:
     """Whether a module hook is one of the plan's redistribute points, or only looks at when a module runs."""
-    return isinstance(hook, OutputPoint | InputPoint) or getattr(hook, "only_observes", False)
+    return is_point(hook) or getattr(hook, "only_observes", False)
 
 
 class OutputPoint:

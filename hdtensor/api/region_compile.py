@@ -1,8 +1,8 @@
 """What a user compiles (``module.compile()``) is put to use where the module runs on plain local tensors.
 
 A compiled module would trace the hooks and the dispatch around it, and be compiled also where a rank holds no part of it.
-So a region takes the compiled function off its module, and calls it in place of the module's ``forward`` on plain
-tensors. Everywhere else the module runs as it would without.
+So a region takes the compiled function off its module, and calls it in place of the module's ``forward``: on plain
+tensors, or on ``HDTensor``s where points inside communicate. Everywhere else the module runs as it would without.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from hdtensor.api import points
+from hdtensor.api.region_hooks import hooks_on, keep_out_of_regions
+from hdtensor.tensor import HDTensor
 
 
 #: Where ``nn.Module.compile`` keeps the compiled function, and hooks that a region has around it.
@@ -34,6 +36,8 @@ class CompiledForward:
         """
         self._module, self._forward = module, forward
         self._compiled: Callable[..., Any] | None = None
+        #: Whether the compiled function takes ``HDTensor``s: points inside of the module communicate, which is traced there.
+        self.takes_hdtensors = False
 
     @property
     def is_compiled(self) -> bool:
@@ -45,6 +49,12 @@ class CompiledForward:
         compiled = self._module.__dict__.pop(_COMPILED, None)
         if compiled is not None:
             self._compiled = compiled
+            parts = (m for m in self._module.modules() if m is not self._module)
+            inside = (hook for m in parts for hook in hooks_on(m))
+            is_shared = any(map(_is_shared_here, self._module.parameters()))
+            self.takes_hdtensors = is_shared and any(map(points.is_point, inside))
+            if self.takes_hdtensors:
+                keep_out_of_regions(self._module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -56,6 +66,13 @@ class CompiledForward:
             return self._forward(*args, **kwargs)
         with _bare(self._module, self._forward):
             return self._compiled(*args, **kwargs)
+
+
+def _is_shared_here(parameter: Any) -> bool:
+    """Whether this rank shares a parameter, or a copy of it, with others of its subgroup."""
+    if not isinstance(parameter, HDTensor) or not parameter.is_local:
+        return False
+    return len(parameter.spec.subgroups[parameter._spec.index].ranks) > 1  # type: ignore[index]
 
 
 #: Whether modules run as they were before they were compiled, for a trial that would compile them anew.

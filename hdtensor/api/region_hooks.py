@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,9 +21,7 @@ def has_hooks(module: nn.Module) -> bool:
     So would what a user compiled inside of it, which keeps to ``HDTensor``s.
     """
     for inner in module.modules():
-        if "_orig_mod" in inner._modules or (
-            inner is not module and inner.__dict__.get("_compiled_call_impl") is not None
-        ):
+        if "_orig_mod" in inner._modules or (inner is not module and _is_compiled(inner)):
             return True
         for parameter in inner._parameters.values():
             # GradientSync's own hook is the one.
@@ -49,6 +48,20 @@ def hooks_on(module: nn.Module) -> Iterator[Any]:
 
 def _is_known(hook: Any) -> bool:
     return is_own_hook(hook) or isinstance(hook, WholeLogits)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module.__dict__.get("_compiled_call_impl") is not None or module in _apart
+
+
+#: Modules whose compiled functions regions have taken and call with ``HDTensor``s.
+_apart: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def keep_out_of_regions(module: nn.Module) -> None:
+    """Have no region around a compiled module run as a whole."""
+    _apart.add(module)
+    _count()
 
 
 #: How often a module was compiled in place, or given one that torch.compile made, so far.

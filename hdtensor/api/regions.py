@@ -128,7 +128,7 @@ class Region:
         #: Found when first needed: a module may be made before its parameters are.
         self._is_held: bool | None = None
         self._switches = Switches(module)
-        module.forward = self
+        module.forward = self.__call__  # a method: what is compiled for one layer serves the next
 
     def remove(self) -> None:
         """Give the module its own forward back; its parameters forget that they were skipped."""
@@ -138,19 +138,31 @@ class Region:
                 stop_counting(parameter)
         self.module.forward = self.forward
 
+    def put_back(self) -> None:
+        """Stand in for the module's ``forward`` again; nothing is known of its parameters, which may be others."""
+        self.layouts.clear()
+        self.places = Places(self.module, is_stack=self.is_stack)
+        self._is_held, self._hook_number = None, -1
+        self.module.forward = self.__call__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module in the best way known for these inputs."""
         if torch.compiler.is_compiling() and not self.sync.is_plain:
             return self.forward(*args, **kwargs)
-        if self.sync.is_plain:  # nobody's hooks are there, nor a region around this one
-            if self._is_held is None:
-                self._is_held = any(p.is_local for p in self.places.parameters)
-            if self._is_held:
-                run = self.plain_forward.run if self.plain_forward.is_compiled else self.forward
-                return run(*args, **kwargs)
+        # On a plain stage nobody's hooks are there, nor a region around this one.
+        if self.sync.is_plain and self._holds_part():
+            run = self.plain_forward.run if self.plain_forward.is_compiled else self.forward
+            return run(*args, **kwargs)
+        if self.plain_forward.takes_hdtensors and self._holds_part():
+            return self.plain_forward.run(*args, **kwargs)
         if saved_tensor_hooks() is not None if self.sync.is_plain else self._must_stay_out():
             return self.plain_forward(*args, **kwargs)
         return self._call(args, kwargs)
+
+    def _holds_part(self) -> bool:
+        if self._is_held is None:
+            self._is_held = any(p.is_local for p in self.places.parameters)
+        return self._is_held
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs: list[HDTensor] = []

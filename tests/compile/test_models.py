@@ -9,6 +9,7 @@ from tests.support.world import run_world
 
 
 UNLIKE = strategy(([0, 1], 5), ([2], 3))
+FOUR_LAYERS = strategy(([0, 1], 5), ([2], 3), layers=4)
 
 
 def _build(family):
@@ -52,8 +53,8 @@ def test_training_equals_one_device(family):
 
 
 def _compile_layers(rank):
-    reference = build("llama")
-    model = hd.parallelize(build("llama"), UNLIKE)
+    reference = build("llama", num_hidden_layers=4)
+    model = hd.parallelize(build("llama", num_hidden_layers=4), FOUR_LAYERS)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for layer in model.model.layers:
@@ -70,11 +71,44 @@ def _compile_layers(rank):
         model.zero_grad()
         reference.zero_grad()
     assert not torch._dynamo.utils.counters["graph_break"]
+    # One for the first layer, whose input is the embedding's, and one for all others: they share their code.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 @pytest.mark.dist(4)
 def test_layers_compiled_in_place():
     run_world(_compile_layers, 4, timeout=300)
+
+
+def _switch(rank):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    other = strategy(([0], 1), ([1, 2], 1))
+    reference = build("llama")
+    model = hd.parallelize(build("llama"), UNLIKE)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (reference, model)]
+    now, graphs = UNLIKE, []
+    for step, plan in enumerate((UNLIKE, other, UNLIKE, other)):
+        if plan is not now:
+            hd.switch(model, plan, optimizers[1])
+            now = plan
+        data = batch(step)
+        expected = reference(**data).loss
+        expected.backward()
+        loss = compiled(**hd.distribute_batch(model, data)).loss
+        loss.backward()
+        torch.testing.assert_close(hd.item(loss), expected.item(), rtol=1e-6, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == [1, 2, 2, 2]
+
+
+@pytest.mark.dist(4)
+def test_going_back_to_an_earlier_plan_compiles_nothing():
+    run_world(_switch, 4, timeout=300)
 
 
 OPTIMIZERS = [

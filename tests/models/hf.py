@@ -36,14 +36,17 @@ def batch(
     return out
 
 
-def strategy(*pipelines: tuple[list[int], int], **keys: Any) -> hd.AnnotationPlan:
+def strategy(*pipelines: tuple[list[int], int], layers: int = 2, **keys: Any) -> hd.AnnotationPlan:
     """Return a plan of one-stage pipelines, each ``(ranks, share)`` with all its ranks in TP."""
     return hd.AnnotationPlan.from_dict(
         {
             "version": 1,
             **keys,
             "pipelines": [
-                {"stages": [{"ranks": ranks, "layers": [0, 1], "tp": len(ranks)}], "share": share}
+                {
+                    "stages": [{"ranks": ranks, "layers": [0, layers - 1], "tp": len(ranks)}],
+                    "share": share,
+                }
                 for ranks, share in pipelines
             ],
         }
