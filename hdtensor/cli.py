@@ -32,8 +32,12 @@ from hdtensor.pipeline.dry_run import DryRunOptions, dry_run
 from hdtensor.pipeline.plan_files import read_model, read_plan
 from hdtensor.pipeline.report import dry_run_text
 from hdtensor.placements import HDSpec
+from hdtensor.plan import AnnotationPlan, ModelDescription, StrategyPlan
 from hdtensor.planner import commands as commands_of_planner
-from hdtensor.planner.command_inputs import add_plan_file
+from hdtensor.planner.command_inputs import add_plan_file, warn_of_batch
+from hdtensor.planner.description import description_of
+from hdtensor.planner.emit import planned_model
+from hdtensor.planner.models import find_model
 from hdtensor.redistribute import explain, resolve
 from hdtensor.redistribute.topology import UNIFORM, Topology
 
@@ -217,8 +221,10 @@ def add_dry_run(commands: Commands) -> None:
 
 
 def _dry_run(options: argparse.Namespace) -> None:
+    commands_of_planner.check_outputs(options)
     plan = read_plan(options.plan, label=options.label)
-    model = read_model(plan, options.model)
+    model = _description(plan, options.model)
+    warn_of_batch(plan, options)
     found = dry_run(
         plan,
         model,
@@ -233,6 +239,16 @@ def _dry_run(options: argparse.Namespace) -> None:
     if options.trace is not None:
         found.timeline.save_trace(options.trace)
     sys.stdout.write(f"{dry_run_text(found)}\n")
+
+
+def _description(plan: AnnotationPlan, name: str | None) -> ModelDescription:
+    """Return the model of a name, or else the one that the plan was made for, or says."""
+    shape = None
+    if name is not None and not name.endswith(".json"):
+        shape = find_model(name)
+    elif name is None and isinstance(plan, StrategyPlan):
+        shape = planned_model(plan)
+    return read_model(plan, name) if shape is None else description_of(shape)
 
 
 def _add_links(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hdtensor.errors import PlannerError
 from hdtensor.pipeline.plan_files import read_plan
-from hdtensor.plan import StrategyPlan
+from hdtensor.plan import AnnotationPlan, StrategyPlan
 from hdtensor.planner.cluster import Cluster
 from hdtensor.planner.cluster_files import read_cluster
 from hdtensor.planner.cluster_text import MAX_RANKS
@@ -147,8 +147,17 @@ def planned_of(options: argparse.Namespace) -> tuple[Planned, dict[str, Any]]:
         cluster=cluster_of(options) if given else None,
         changes={name: getattr(options, name) for name in names},
     )
+    if options.batch is None:
+        warn_of_batch(plan, options)
     said = plan.about.planned_for
     return planned, {} if said is None else json.loads(said)
+
+
+def warn_of_batch(plan: AnnotationPlan, options: argparse.Namespace) -> None:
+    """Write a line on stderr if a plan's pipelines take another batch than it was planned for."""
+    conflict = plan.batch_conflict() if isinstance(plan, StrategyPlan) else None
+    if conflict is not None:
+        sys.stderr.write(f"hdtensor {options.command}: warning: {conflict}\n")
 
 
 def costs_of(planned: Planned, options: argparse.Namespace) -> CostModel:
