@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 
+from hdtensor._interrupts import INTERRUPTED, in_order
 from hdtensor.collectives.split import check_reducible
 from hdtensor.debug.transfers import write_transfer_picture
 from hdtensor.errors import HDTensorError
@@ -34,7 +35,7 @@ from hdtensor.pipeline.report import dry_run_text
 from hdtensor.placements import HDSpec
 from hdtensor.plan import AnnotationPlan, ModelDescription, StrategyPlan
 from hdtensor.planner import commands as commands_of_planner
-from hdtensor.planner.command_inputs import add_plan_file, warn_of_batch
+from hdtensor.planner.command_inputs import add_plan_file, option_words, warn_of_batch
 from hdtensor.planner.description import description_of
 from hdtensor.planner.emit import planned_model
 from hdtensor.planner.models import find_model
@@ -93,18 +94,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add(commands)
     options = parser.parse_args(arguments)
     try:
-        code = options.run(options)
-        sys.stdout.flush()
+        with in_order():
+            code = options.run(options)
+            sys.stdout.flush()
     except BrokenPipeError:
         # The interpreter flushes once more at its end, and must not fail then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (HDTensorError, OSError) as error:
-        sys.stderr.write(f"hdtensor {options.command}: error: {_one_line(str(error))}\n")
+        message = option_words(_one_line(str(error)), options)
+        sys.stderr.write(f"hdtensor {options.command}: error: {message}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write(f"hdtensor {options.command}: interrupted\n")
-        return commands_of_planner.INTERRUPTED
+        return INTERRUPTED
     return int(code or 0)
 
 

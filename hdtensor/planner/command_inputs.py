@@ -187,6 +187,35 @@ def check_outputs(options: argparse.Namespace) -> None:
             raise PlannerError(f"{name}: {path!r} may not be written; name another file.")
 
 
+#: What messages call things in Python -> how the command line spells them.
+_SPELLINGS = (
+    (r"recompute='(\w+)'", r"--recompute \1"),
+    (r"precision='(\w+)'", r"--precision \1"),
+    (r"schedule='(\w+)'", r"--schedule \1"),
+    (r"zero=(\d)", r"--zero \1"),
+    (r"\(mbs\)|(?<=smaller )mbs", "--mbs"),
+    (r"\b(max_stages|min_lanes|max_lanes)\b", lambda found: f"--{found[0].replace('_', '-')}"),
+    (r"\b(tp|cp)_degrees\b", r"--\1"),
+)
+
+
+def option_words(message: str, options: argparse.Namespace) -> str:
+    """Return a message with what it calls by the names of Python's arguments called as the command's options are.
+
+    >>> option_words("min_lanes: 3, got 2. Take zero=1.", argparse.Namespace(min_lanes=2, zero=0))
+    '--min-lanes: 3, got 2. Take --zero 1.'
+
+    Args:
+        message: Of an error.
+        options: Of the command; a field of this name that a message begins with is written as an option too.
+    """
+    field = message.partition(":")[0]
+    for pattern, spelling in _SPELLINGS:
+        message = re.sub(pattern, spelling, message)
+    is_option = field.isidentifier() and field in vars(options) and field not in ("plan", "names")
+    return f"--{message}" if is_option and not message.startswith("--") else message
+
+
 def number(text: str) -> int:
     """Return a positive whole number of the command line."""
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text)):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from hdtensor._interrupts import INTERRUPTED
 from hdtensor.planner.command_inputs import (
     add_cluster,
     add_plan_file,
@@ -53,9 +54,6 @@ from hdtensor.planner.workload import PRECISIONS
 
 #: What ``ArgumentParser.add_subparsers`` returns.
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
-
-#: Exit code after Ctrl-C, as shells have it.
-INTERRUPTED = 130
 
 
 def add_plan(commands: Commands) -> None:
@@ -121,7 +119,11 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(f"{step_text(summary)}\n")
         if options.uniform:
-            text = "none fits in memory" if uniform is None else step_text(uniform)
+            text = (
+                "none has whole layers and micro-batches and fits in memory"
+                if uniform is None
+                else step_text(uniform)
+            )
             sys.stdout.write(f"\nbest uniform plan: {text}\n")
         if facts:
             sys.stdout.write(f"\n{replan_text(facts)}\n")
