@@ -35,7 +35,7 @@ from hdtensor.pipeline.report import dry_run_text
 from hdtensor.placements import HDSpec
 from hdtensor.plan import AnnotationPlan, ModelDescription, StrategyPlan
 from hdtensor.planner import commands as commands_of_planner
-from hdtensor.planner.command_inputs import add_plan_file, option_words, warn_of_batch
+from hdtensor.planner.command_inputs import add_plan_file, option_words, warn
 from hdtensor.planner.description import description_of
 from hdtensor.planner.emit import planned_model
 from hdtensor.planner.models import find_model
@@ -227,7 +227,6 @@ def _dry_run(options: argparse.Namespace) -> None:
     commands_of_planner.check_outputs(options)
     plan = read_plan(options.plan, label=options.label)
     model = _description(plan, options.model)
-    warn_of_batch(plan, options)
     found = dry_run(
         plan,
         model,
@@ -242,6 +241,7 @@ def _dry_run(options: argparse.Namespace) -> None:
     if options.trace is not None:
         found.timeline.save_trace(options.trace)
     sys.stdout.write(f"{dry_run_text(found)}\n")
+    warn(plan.batch_conflict() if isinstance(plan, StrategyPlan) else None, options)
 
 
 def _description(plan: AnnotationPlan, name: str | None) -> ModelDescription:

@@ -9,11 +9,11 @@ import math
 import os
 import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from hdtensor.errors import PlannerError
 from hdtensor.pipeline.plan_files import read_plan
-from hdtensor.plan import AnnotationPlan, StrategyPlan
+from hdtensor.plan import StrategyPlan
 from hdtensor.planner.cluster import Cluster
 from hdtensor.planner.cluster_files import read_cluster
 from hdtensor.planner.cluster_text import MAX_RANKS
@@ -129,8 +129,22 @@ def workload_of(options: argparse.Namespace) -> Workload:
     return Workload(**{"context": 4096, **said})
 
 
-def planned_of(options: argparse.Namespace) -> tuple[Planned, dict[str, Any]]:
-    """Return the strategy of a plan file with what it is for, and what the file says of its purpose."""
+class PlannedFile(NamedTuple):
+    """What a plan file says.
+
+    Attributes:
+        planned: The strategy, and what it is for.
+        purpose: What a planner said of it, JSON values; empty if nobody did.
+        conflict: What is wrong with its batch, None if nothing is.
+    """
+
+    planned: Planned
+    purpose: dict[str, Any]
+    conflict: str | None
+
+
+def planned_of(options: argparse.Namespace) -> PlannedFile:
+    """Return what a plan file says."""
     with planner_errors():
         plan = read_plan(options.plan, label=options.label)
     if not isinstance(plan, StrategyPlan):
@@ -147,15 +161,13 @@ def planned_of(options: argparse.Namespace) -> tuple[Planned, dict[str, Any]]:
         cluster=cluster_of(options) if given else None,
         changes={name: getattr(options, name) for name in names},
     )
-    if options.batch is None:
-        warn_of_batch(plan, options)
     said = plan.about.planned_for
-    return planned, {} if said is None else json.loads(said)
+    conflict = None if options.batch is not None else plan.batch_conflict()
+    return PlannedFile(planned, {} if said is None else json.loads(said), conflict)
 
 
-def warn_of_batch(plan: AnnotationPlan, options: argparse.Namespace) -> None:
-    """Write a line on stderr if a plan's pipelines take another batch than it was planned for."""
-    conflict = plan.batch_conflict() if isinstance(plan, StrategyPlan) else None
+def warn(conflict: str | None, options: argparse.Namespace) -> None:
+    """Write a line on stderr if there is something to warn of; at the end, as an error is one line."""
     if conflict is not None:
         sys.stderr.write(f"hdtensor {options.command}: warning: {conflict}\n")
 
@@ -196,6 +208,7 @@ _SPELLINGS = (
     (r"\(mbs\)|(?<=smaller )mbs", "--mbs"),
     (r"\b(max_stages|min_lanes|max_lanes)\b", lambda found: f"--{found[0].replace('_', '-')}"),
     (r"\b(tp|cp)_degrees\b", r"--\1"),
+    (r"\bnum_ranks\b", "--ranks"),
 )
 
 
