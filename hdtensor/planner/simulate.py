@@ -187,6 +187,52 @@ def end_of_passes(
     return tuple(ends.values())
 
 
+def slowest_lane(
+    strategy: Strategy, cluster: Cluster, costs: CostModel, workload: Workload
+) -> LaneSeconds:
+    """Return what a step's seconds go to in the lane whose passes end last, without the step's events.
+
+    The numbers are those of ``Prediction.attribution``, but that its short waits count as synchronization.
+
+    Raises:
+        PlannerError: If the strategy does not fit the cluster or the batch.
+    """
+    traits, schedule = costs.runtime(), workload.schedule
+    step = step_seconds(strategy, cluster, costs, workload)
+    found: list[LaneSeconds] = []
+    num_lanes = len(strategy.lanes)
+    for number, stages in enumerate(place_lanes(strategy, cluster)):
+        choice = strategy.lanes[number]
+        times, count = lane_times(choice, stages, cluster, costs), choice.num_microbatches
+        none = (0.0,) * (times.num_stages - 1)
+        quiet = times._replace(send_forward=none, send_backward=none)
+        end, quiet_end = (
+            max(end_of_passes(each, count, schedule, traits.is_blocking)) for each in (times, quiet)
+        )
+        busy = [count * sum(each) for each in zip(times.forward, times.backward, strict=True)]
+        balanced, most = sum(busy) / len(busy), max(busy)
+        start = traits.start if len(stages) > 1 else 0.0
+        update = max(costs.update(stage.group, stage.layers, num_lanes) for stage in stages)
+        found.append(
+            LaneSeconds(
+                lane=number,
+                bottleneck=busy.index(most),
+                balanced=balanced,
+                imbalance=most - balanced,
+                start=start,
+                messages=end - quiet_end,
+                fill=quiet_end - most,
+                wait=0.0,
+                sync=max(step - start - end - update, 0.0),
+                optimizer=min(update, step - start - end),
+            )
+        )
+    return max(
+        found,
+        key=lambda lane: lane.start + lane.messages + lane.fill + lane.balanced + lane.imbalance,
+    )
+
+
 def _share_out(
     free: dict[tuple[int, ...], float], shares: Sequence[Share], seconds: Sequence[float]
 ) -> None:
