@@ -35,7 +35,12 @@ from hdtensor.pipeline.report import dry_run_text
 from hdtensor.placements import HDSpec
 from hdtensor.plan import AnnotationPlan, ModelDescription, StrategyPlan
 from hdtensor.planner import commands as commands_of_planner
-from hdtensor.planner.command_inputs import add_plan_file, option_words, warn
+from hdtensor.planner.command_inputs import (
+    add_plan_file,
+    check_outputs,
+    option_words,
+    warn,
+)
 from hdtensor.planner.description import description_of
 from hdtensor.planner.emit import planned_model
 from hdtensor.planner.models import find_model
@@ -224,7 +229,7 @@ def add_dry_run(commands: Commands) -> None:
 
 
 def _dry_run(options: argparse.Namespace) -> None:
-    commands_of_planner.check_outputs(options)
+    check_outputs(options)
     plan = read_plan(options.plan, label=options.label)
     model = _description(plan, options.model)
     found = dry_run(
