@@ -28,13 +28,14 @@ format: setup ## format, and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-check: setup ## lint, types, layers, spelling
+check: setup ## lint, types, layers, spelling, the report page in a browser if there is one
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/check_private_torch.py
 	$(BIN)/python scripts/installed_view.py mypy
 	$(BIN)/python scripts/installed_view.py lint-imports
 	$(BIN)/codespell
+	$(BIN)/python scripts/check_page.py --quick
 
 test: setup ## every test that needs no GPU
 	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)

@@ -4,6 +4,11 @@ A tensor is cut twice: across *subgroups* of ranks (top tier) and inside each su
 (bottom tier). Operators stay local, ranks skip what they do not hold, and ``redistribute`` moves data.
 """
 
+# First, as the other imports take seconds in which somebody may press Ctrl-C.
+from hdtensor import _interrupts  # noqa: F401
+
+
+# isort: split
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from hdtensor import debug, elastic, ops, pipeline

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 
+from hdtensor._interrupts import INTERRUPTED, in_order
 from hdtensor.collectives.split import check_reducible
 from hdtensor.debug.transfers import write_transfer_picture
 from hdtensor.errors import HDTensorError
@@ -32,8 +33,17 @@ from hdtensor.pipeline.dry_run import DryRunOptions, dry_run
 from hdtensor.pipeline.plan_files import read_model, read_plan
 from hdtensor.pipeline.report import dry_run_text
 from hdtensor.placements import HDSpec
+from hdtensor.plan import AnnotationPlan, ModelDescription, StrategyPlan
 from hdtensor.planner import commands as commands_of_planner
-from hdtensor.planner.command_inputs import add_plan_file
+from hdtensor.planner.command_inputs import (
+    add_plan_file,
+    check_outputs,
+    option_words,
+    warn,
+)
+from hdtensor.planner.description import description_of
+from hdtensor.planner.emit import planned_model
+from hdtensor.planner.models import find_model
 from hdtensor.redistribute import explain, resolve
 from hdtensor.redistribute.topology import UNIFORM, Topology
 
@@ -89,18 +99,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add(commands)
     options = parser.parse_args(arguments)
     try:
-        code = options.run(options)
-        sys.stdout.flush()
+        with in_order():
+            code = options.run(options)
+            sys.stdout.flush()
     except BrokenPipeError:
         # The interpreter flushes once more at its end, and must not fail then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (HDTensorError, OSError) as error:
-        sys.stderr.write(f"hdtensor {options.command}: error: {_one_line(str(error))}\n")
+        message = option_words(_one_line(str(error)), options)
+        sys.stderr.write(f"hdtensor {options.command}: error: {message}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write(f"hdtensor {options.command}: interrupted\n")
-        return commands_of_planner.INTERRUPTED
+        return INTERRUPTED
     return int(code or 0)
 
 
@@ -217,8 +229,9 @@ def add_dry_run(commands: Commands) -> None:
 
 
 def _dry_run(options: argparse.Namespace) -> None:
+    check_outputs(options)
     plan = read_plan(options.plan, label=options.label)
-    model = read_model(plan, options.model)
+    model = _description(plan, options.model)
     found = dry_run(
         plan,
         model,
@@ -233,6 +246,17 @@ def _dry_run(options: argparse.Namespace) -> None:
     if options.trace is not None:
         found.timeline.save_trace(options.trace)
     sys.stdout.write(f"{dry_run_text(found)}\n")
+    warn(plan.batch_conflict() if isinstance(plan, StrategyPlan) else None, options)
+
+
+def _description(plan: AnnotationPlan, name: str | None) -> ModelDescription:
+    """Return the model of a name, or else the one that the plan was made for, or says."""
+    shape = None
+    if name is not None and not name.endswith(".json"):
+        shape = find_model(name)
+    elif name is None and isinstance(plan, StrategyPlan):
+        shape = planned_model(plan)
+    return read_model(plan, name) if shape is None else description_of(shape)
 
 
 def _add_links(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

@@ -38,6 +38,18 @@ MODELS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     }
 )
 
+#: What a file is that has such a key, and what to do with it.
+_OTHER_FILES: Mapping[str, str] = MappingProxyType(
+    {
+        "model_type": "the configuration of a model, which goes to --model",
+        "architectures": "the configuration of a model, which goes to --model",
+        "hidden_size": "the configuration of a model, which goes to --model",
+        "units": "a profile, which goes to --profile",
+        "nodes": "the description of a cluster, which goes to --cluster",
+        "cluster": "the description of a cluster, which goes to --cluster",
+    }
+)
+
 _MOST = 1 << 30
 
 
@@ -52,6 +64,16 @@ def read_plan(path: str | os.PathLike[str], *, label: str | None = None) -> Anno
         PlanError: If there is no such plan.
     """
     value = check_object("plan", parse_json(read_file(path)))
+    if not any(key in value for key in ("plans", "pipelines", "uniform", "tensors", "version")):
+        kind = next((words for key, words in _OTHER_FILES.items() if key in value), None)
+        what = (
+            "it has none of pipelines, uniform, tensors or plans"
+            if kind is None
+            else f"it is {kind}"
+        )
+        raise PlanError(
+            f"plan: {os.fspath(path)!r} is no plan: {what}. Give a plan as `hdtensor plan -o plan.json` writes it."
+        )
     if "plans" not in value:
         if label is not None:
             raise PlanError(f"label: {os.fspath(path)!r} is one plan; leave the label out.")

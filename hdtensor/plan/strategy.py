@@ -137,6 +137,26 @@ class StrategyPlan(AnnotationPlan):
         own = {key: value for key, value in fields.encode(self).items() if key in _OWN}
         return {"version": VERSION, **about, **own}
 
+    def batch_conflict(self) -> str | None:
+        """Return what is wrong if the pipelines take another batch than the plan was made for, None if they do not.
+
+        People edit micro-batches; what a planner says of such a plan, and its shares of the work, are of another step.
+        """
+        if self.about.planned_for is None or not self.pipelines:
+            return None
+        workload = json.loads(self.about.planned_for).get("workload")
+        wanted = workload.get("batch") if isinstance(workload, dict) else None
+        parts = [(p.share, p.microbatches, p.mbs) for p in self.pipelines]
+        taken = sum((count or 0) * (size or 0) for _, count, size in parts)
+        if any(part.count(None) != 1 or part[0] is not None for part in parts) or taken == wanted:
+            return None
+        if not isinstance(wanted, int):
+            return None
+        return (
+            f"batch: the pipelines take {taken} samples, but planned_for says that the plan is for {wanted}; the pipelines "
+            f"hold. Plan anew for {taken}, or give the pipelines their microbatches back."
+        )
+
     def expand(
         self,
         model: ModelDescription | nn.Module,

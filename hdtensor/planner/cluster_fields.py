@@ -34,8 +34,13 @@ from hdtensor.planner.quantities import (
     BYTES,
     BYTES_PER_SECOND,
     FLOPS,
+    PLAIN_FLOPS,
+    PLAIN_LATENCY,
+    PLAIN_MEMORY,
+    PLAIN_RATE,
     SECONDS,
     planner_errors,
+    quantity_field,
     read_quantity,
     whole_number,
 )
@@ -105,7 +110,7 @@ def cluster_to_fields(cluster: Cluster) -> dict[str, Any]:
         entry |= {"name": node.name} if node.name else {}
         entry |= {"zone": node.zone} if node.zone else {}
         entry["inside"] = _link_fields(node.inside)
-        entry["uplink"] = node.uplink
+        entry["uplink"] = None if node.uplink is None else quantity_field(node.uplink, PLAIN_RATE)
         nodes.append(entry)
     return {
         "devices": {name: _device_fields(device) for name, device in devices.items()},
@@ -117,17 +122,20 @@ def cluster_to_fields(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _link_fields(link: Link) -> dict[str, float]:
-    return {"bandwidth": link.bandwidth, "latency": link.latency}
+def _link_fields(link: Link) -> dict[str, float | str]:
+    return {
+        "bandwidth": quantity_field(link.bandwidth, PLAIN_RATE),
+        "latency": quantity_field(link.latency, PLAIN_LATENCY),
+    }
 
 
 def _device_fields(device: Device) -> dict[str, Any]:
     return {
-        "memory": device.memory_bytes,
-        "flops": dict(device.flops),
-        "memory_bandwidth": device.memory_bandwidth,
-        "link_bandwidth": device.link_bandwidth,
-        "network": device.network_bandwidth,
+        "memory": quantity_field(device.memory_bytes, PLAIN_MEMORY),
+        "flops": {kind: quantity_field(rate, PLAIN_FLOPS) for kind, rate in device.flops.items()},
+        "memory_bandwidth": quantity_field(device.memory_bandwidth, PLAIN_RATE),
+        "link_bandwidth": quantity_field(device.link_bandwidth, PLAIN_RATE),
+        "network": quantity_field(device.network_bandwidth, PLAIN_RATE),
         "source": device.source,
     }
 
@@ -156,7 +164,8 @@ def _device(path: str, name: str, item: Mapping[str, Any], own: Mapping[str, Dev
 
     def number(key: str, units: Mapping[str, float], known: float | None) -> float:
         if key in item:
-            return read_quantity(f"{path}.{key}", item[key], units, least=1e-9)
+            plain = PLAIN_MEMORY if key == "memory" else PLAIN_RATE
+            return read_quantity(f"{path}.{key}", item[key], units, least=1.0, plain=plain)
         if known is None:
             raise PlannerError(
                 f"{path}.{key}: missing; give it, or like: the name of a known device."
@@ -193,11 +202,11 @@ def _device(path: str, name: str, item: Mapping[str, Any], own: Mapping[str, Dev
 
 def _flops(path: str, value: Any) -> dict[str, float]:
     if not isinstance(value, Mapping):
-        rate = read_quantity(path, value, FLOPS, least=1.0)
+        rate = read_quantity(path, value, FLOPS, least=1.0, plain=PLAIN_FLOPS)
         return dict.fromkeys(_PRECISIONS, rate)
     _check_keys(path, value, _PRECISIONS, ())
     return {
-        kind: read_quantity(f"{path}.{kind}", rate, FLOPS, least=1.0)
+        kind: read_quantity(f"{path}.{kind}", rate, FLOPS, least=1.0, plain=PLAIN_FLOPS)
         for kind, rate in value.items()
     }
 
@@ -241,7 +250,7 @@ def _some_nodes(path: str, item: Any, own: Mapping[str, Device], node_size: int)
     inside = _link(f"{path}.inside", item.get("inside"), INSIDE_LATENCY) or usual_inside(device)
     uplink = item.get("uplink")
     if uplink is not None:
-        uplink = read_quantity(f"{path}.uplink", uplink, BYTES_PER_SECOND, least=1.0)
+        uplink = _rate(f"{path}.uplink", uplink)
     elif "uplink" not in item:
         uplink = usual_uplink(device)
     repeat = whole_number(f"{path}.repeat", item.get("repeat", 1), 1, MAX_RANKS)
@@ -261,12 +270,22 @@ def _link(path: str, value: Any, latency: float) -> Link | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        return Link(read_quantity(path, value, BYTES_PER_SECOND, least=1.0), latency)
+        return Link(_rate(path, value), latency)
     _check_keys(path, value, ("bandwidth", "latency"), ("bandwidth",))
     return Link(
-        read_quantity(f"{path}.bandwidth", value["bandwidth"], BYTES_PER_SECOND, least=1.0),
-        read_quantity(f"{path}.latency", value.get("latency", latency), SECONDS, most=3600.0),
+        _rate(f"{path}.bandwidth", value["bandwidth"]),
+        read_quantity(
+            f"{path}.latency",
+            value.get("latency", latency),
+            SECONDS,
+            most=3600.0,
+            plain=PLAIN_LATENCY,
+        ),
     )
+
+
+def _rate(path: str, value: Any) -> float:
+    return read_quantity(path, value, BYTES_PER_SECOND, least=1.0, plain=PLAIN_RATE)
 
 
 def _links(value: Any, nodes: list[Node]) -> dict[tuple[str, str], Link]:

@@ -21,6 +21,7 @@ import numpy as np
 
 from hdtensor.planner.decompose import slowest_link
 from hdtensor.planner.lane_times import LaneTimes
+from hdtensor.planner.memory import held_microbatches
 from hdtensor.planner.shapes import Shape, shapes_by_length
 from hdtensor.planner.space import Floats, Ints, Space
 from hdtensor.planner.tails import usual_tails
@@ -215,21 +216,6 @@ class ColumnMaker:
         most = np.clip(np.floor(free / nbytes[1] + 1e-9), 0, self.space.num_layers)
         counts: Ints = most.astype(np.int64)
         return counts
-
-
-def held_microbatches(schedule: str, num_stages: int, num_microbatches: int) -> list[int]:
-    """Return, for each stage, the most micro-batches in flight at once.
-
-    >>> held_microbatches("1F1B", 3, 2)
-    [2, 2, 1]
-    """
-    if schedule.lower() == "gpipe":
-        return [num_microbatches] * num_stages
-    if (
-        schedule.lower() == "zb-h1"
-    ):  # a weight's part of backward is put off by the number of its stage
-        return [min(num_microbatches, num_stages)] * num_stages
-    return [min(num_microbatches, num_stages - stage) for stage in range(num_stages)]
 
 
 def drain_part(schedule: str) -> float:

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from hdtensor.errors import PlannerError
 from hdtensor.pipeline.plan_files import read_plan
@@ -129,8 +129,22 @@ def workload_of(options: argparse.Namespace) -> Workload:
     return Workload(**{"context": 4096, **said})
 
 
-def planned_of(options: argparse.Namespace) -> tuple[Planned, dict[str, Any]]:
-    """Return the strategy of a plan file with what it is for, and what the file says of its purpose."""
+class PlannedFile(NamedTuple):
+    """What a plan file says.
+
+    Attributes:
+        planned: The strategy, and what it is for.
+        purpose: What a planner said of it, JSON values; empty if nobody did.
+        conflict: What is wrong with its batch, None if nothing is.
+    """
+
+    planned: Planned
+    purpose: dict[str, Any]
+    conflict: str | None
+
+
+def planned_of(options: argparse.Namespace) -> PlannedFile:
+    """Return what a plan file says."""
     with planner_errors():
         plan = read_plan(options.plan, label=options.label)
     if not isinstance(plan, StrategyPlan):
@@ -148,7 +162,14 @@ def planned_of(options: argparse.Namespace) -> tuple[Planned, dict[str, Any]]:
         changes={name: getattr(options, name) for name in names},
     )
     said = plan.about.planned_for
-    return planned, {} if said is None else json.loads(said)
+    conflict = None if options.batch is not None else plan.batch_conflict()
+    return PlannedFile(planned, {} if said is None else json.loads(said), conflict)
+
+
+def warn(conflict: str | None, options: argparse.Namespace) -> None:
+    """Write a line on stderr if there is something to warn of; at the end, as an error is one line."""
+    if conflict is not None:
+        sys.stderr.write(f"hdtensor {options.command}: warning: {conflict}\n")
 
 
 def costs_of(planned: Planned, options: argparse.Namespace) -> CostModel:
@@ -176,6 +197,36 @@ def check_outputs(options: argparse.Namespace) -> None:
             raise PlannerError(f"{name}: {path!r} is a folder; name a file in it.")
         if not os.access(path if os.path.exists(path) else folder, os.W_OK):
             raise PlannerError(f"{name}: {path!r} may not be written; name another file.")
+
+
+#: What messages call things in Python -> how the command line spells them.
+_SPELLINGS = (
+    (r"recompute='(\w+)'", r"--recompute \1"),
+    (r"precision='(\w+)'", r"--precision \1"),
+    (r"schedule='(\w+)'", r"--schedule \1"),
+    (r"zero=(\d)", r"--zero \1"),
+    (r"\(mbs\)|(?<=smaller )mbs", "--mbs"),
+    (r"\b(max_stages|min_lanes|max_lanes)\b", lambda found: f"--{found[0].replace('_', '-')}"),
+    (r"\b(tp|cp)_degrees\b", r"--\1"),
+    (r"\bnum_ranks\b", "--ranks"),
+)
+
+
+def option_words(message: str, options: argparse.Namespace) -> str:
+    """Return a message with what it calls by the names of Python's arguments called as the command's options are.
+
+    >>> option_words("min_lanes: 3, got 2. Take zero=1.", argparse.Namespace(min_lanes=2, zero=0))
+    '--min-lanes: 3, got 2. Take --zero 1.'
+
+    Args:
+        message: Of an error.
+        options: Of the command; a field of this name that a message begins with is written as an option too.
+    """
+    field = message.partition(":")[0]
+    for pattern, spelling in _SPELLINGS:
+        message = re.sub(pattern, spelling, message)
+    is_option = field.isidentifier() and field in vars(options) and field not in ("plan", "names")
+    return f"--{message}" if is_option and not message.startswith("--") else message
 
 
 def number(text: str) -> int:

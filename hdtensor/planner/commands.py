@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from hdtensor._interrupts import INTERRUPTED
 from hdtensor.planner.command_inputs import (
     add_cluster,
     add_plan_file,
@@ -27,6 +28,7 @@ from hdtensor.planner.command_inputs import (
     print_json,
     search_options,
     seconds,
+    warn,
     workload_of,
 )
 from hdtensor.planner.emit import Planned, emit
@@ -35,6 +37,8 @@ from hdtensor.planner.models import find_model
 from hdtensor.planner.page import save_page
 from hdtensor.planner.planning import explained, find_plan, predict
 from hdtensor.planner.profile import ProfileOptions, missing_points, profile
+from hdtensor.planner.profile_transfers import TransferPoint
+from hdtensor.planner.profile_units import UnitPoint
 from hdtensor.planner.profile_world import launched_world
 from hdtensor.planner.progress import Interrupt, ProgressBar
 from hdtensor.planner.replan_command import (
@@ -53,9 +57,6 @@ from hdtensor.planner.workload import PRECISIONS
 
 #: What ``ArgumentParser.add_subparsers`` returns.
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
-
-#: Exit code after Ctrl-C, as shells have it.
-INTERRUPTED = 130
 
 
 def add_plan(commands: Commands) -> None:
@@ -121,7 +122,11 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(f"{step_text(summary)}\n")
         if options.uniform:
-            text = "none fits in memory" if uniform is None else step_text(uniform)
+            text = (
+                "none has whole layers and micro-batches and fits in memory"
+                if uniform is None
+                else step_text(uniform)
+            )
             sys.stdout.write(f"\nbest uniform plan: {text}\n")
         if facts:
             sys.stdout.write(f"\n{replan_text(facts)}\n")
@@ -199,9 +204,10 @@ def explain_plan(options: argparse.Namespace) -> None:
 
 def summary_of(options: argparse.Namespace) -> Summary:
     """Return what a step of the options' plan is made of, and what the planner said when it chose it."""
-    planned, purpose = planned_of(options)
+    planned, purpose, conflict = planned_of(options)
     costs = costs_of(planned, options)
     summary = predict(planned, costs)
+    warn(conflict, options)
     said = purpose.get("predicted", {})
     # What was said holds for what was planned: not for another cluster, other costs or an edited file.
     if not isinstance(said, dict) or said.get("step_seconds") != summary.prediction.seconds:
@@ -284,9 +290,22 @@ def _profile(options: argparse.Namespace) -> int:
     )
     if units or transfers:
         sys.stdout.write(
-            f"left out for want of time: {len(units)} of units, {len(transfers)} of transfers; run again to go on\n"
+            f"left out for want of time: {len(units)} of units, {len(transfers)} of transfers, such as "
+            f"{_examples(units, transfers)}; run again to go on\n"
         )
     return 0
+
+
+def _examples(units: Sequence[UnitPoint], transfers: Sequence[TransferPoint]) -> str:
+    """Return the first measurements of each kind that are missing, in words."""
+    words = [
+        f"{unit.unit} of tp {unit.tp} with {unit.mbs} x {unit.context} tokens" for unit in units[:1]
+    ]
+    words += [
+        f"{each.kind} of {each.num_bytes} bytes between {each.num_ranks} ranks"
+        for each in transfers[:1]
+    ]
+    return " and ".join(words)
 
 
 def add_devices(commands: Commands) -> None:

@@ -274,6 +274,16 @@ def _model(purpose: Mapping[str, Any], given: str | None, said: str | None) -> M
     return find_model(name)
 
 
+def planned_model(plan: StrategyPlan) -> ModelShape | None:
+    """Return the model that a plan was made for, None if no planner says it.
+
+    Raises:
+        PlannerError: If it is none.
+    """
+    purpose = json.loads(plan.about.planned_for) if plan.about.planned_for is not None else {}
+    return _model(purpose, None, None) if purpose.get("model") is not None else None
+
+
 def _fields_of(value: Any) -> dict[str, Any]:
     allowed = [field.name for field in dataclasses.fields(Workload)]
     if not isinstance(value, Mapping) or not set(value) <= set(allowed):

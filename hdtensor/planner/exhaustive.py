@@ -15,17 +15,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from hdtensor.pipeline.lanes import Lane
-from hdtensor.pipeline.schedule.choose import build_schedule
-from hdtensor.pipeline.schedule.simulate import LaneRun, simulate
-from hdtensor.planner.blocking_times import blocking_end_times
-from hdtensor.planner.columns import drain_part, held_microbatches
+from hdtensor.planner.columns import drain_part
 from hdtensor.planner.decompose import PlacedStage, lane_times, place_lanes
-from hdtensor.planner.lane_times import LaneTimes, end_times
-from hdtensor.planner.memory import rank_memory
+from hdtensor.planner.lane_times import LaneTimes
+from hdtensor.planner.memory import held_microbatches, rank_memory
 from hdtensor.planner.place import LaneDraft
 from hdtensor.planner.score import Scored, Scorer
-from hdtensor.planner.simulate import durations
+from hdtensor.planner.simulate import end_of_passes, is_fast
 from hdtensor.planner.space import Space
 from hdtensor.planner.strategy import LaneChoice, StageChoice, Strategy
 
@@ -37,7 +33,7 @@ _MOST_LANES = 20_000
 _EFFORT = 250_000
 _LANE_EFFORT = 4
 _STEP_EFFORT = 30
-#: Events take longer than the exact end of 1F1B, and longer for each so many micro-batches.
+#: Events take longer than the exact end of a lane, and longer for each so many micro-batches.
 _EVENTS = 12
 _FEW = 32
 #: A faster strategy begins all again only if it is so much faster.
@@ -162,7 +158,7 @@ class _Run:
         self.most = min(sum(space.devices), space.workload.batch, options.max_lanes or 1 << 30)
         self.placed = lru_cache(maxsize=None)(self._placed)
         self.lane_seconds = lru_cache(maxsize=None)(self._lane_seconds)
-        self.is_1f1b = space.workload.schedule.lower() == "1f1b"
+        self.is_fast = is_fast(space.costs, space.workload)
 
     def has_none_faster(self, lanes: Sequence[_PlacedLane]) -> bool:
         """Go through the sets of lanes; return whether that came to its end, not to a much faster strategy."""
@@ -231,7 +227,7 @@ class _Run:
             if any(self.lane_seconds(*each) >= self.seconds for each in lanes):
                 continue
             events = _EVENTS * (1 + sum(counts) // _FEW)
-            self._spend(_STEP_EFFORT * (1 if self.is_1f1b else events))
+            self._spend(_STEP_EFFORT * (1 if self.is_fast else events))
             scored = self.scorer.score(self._strategy(lanes))
             if scored is not None and scored.seconds < self.seconds * (1 - _SAME):
                 self.seconds = scored.seconds
@@ -248,10 +244,12 @@ class _Run:
         lane, others = chosen[0], chosen[1:]
         most = sum(other.samples for other in others)
         least = sum(other.draft.mbs for other in others)
-        for count in range(1, lane.cap + 1):
-            if least <= batch - count * lane.draft.mbs <= most:
-                for rest in self._counts(others, batch - count * lane.draft.mbs):
-                    yield (count, *rest)
+        size = lane.draft.mbs
+        for count in range(
+            max(1, -((most - batch) // size)), min(lane.cap, (batch - least) // size) + 1
+        ):
+            for rest in self._counts(others, batch - count * size):
+                yield (count, *rest)
 
     def _strategy(self, lanes: Sequence[tuple[_PlacedLane, int]]) -> Strategy:
         """Return lanes with ranks; those of a node are alike, so the first free ones will do."""
@@ -311,30 +309,11 @@ class _Run:
 
     def _lane_seconds(self, lane: _PlacedLane, count: int) -> float:
         """Return when a lane would end if all that lanes do together took no time."""
-        self._spend(_LANE_EFFORT * (1 if self.is_1f1b else _EVENTS * (1 + count // _FEW)))
+        self._spend(_LANE_EFFORT * (1 if self.is_fast else _EVENTS * (1 + count // _FEW)))
+        space = self.space
         stages, times = self.placed(lane)
-        traits = self.space.costs.runtime()
-        if self.is_1f1b:
-            passes_end = blocking_end_times if traits.is_blocking else end_times
-            ends = list(passes_end(times, count))
-        else:
-            ends = self._event_ends(times, count, traits.is_blocking)
-        updates = [
-            self.space.costs.update(stage.group, stage.layers, self.most) for stage in stages
-        ]
+        traits = space.costs.runtime()
+        ends = end_of_passes(times, count, space.workload.schedule, traits.is_blocking)
+        updates = [space.costs.update(stage.group, stage.layers, self.most) for stage in stages]
         start = traits.start if len(stages) > 1 else 0.0
         return start + max(end + update for end, update in zip(ends, updates, strict=True))
-
-    def _event_ends(self, times: LaneTimes, count: int, is_blocking: bool) -> list[float]:
-        """Return when each stage has done its passes, for schedules that have no shorter way."""
-        chain = Lane.chain([(stage,) for stage in range(times.num_stages)])
-        schedule = build_schedule(self.space.workload.schedule, chain, count)
-        run = LaneRun(
-            lane=chain, schedule=schedule, durations=durations(times), is_blocking=is_blocking
-        )
-        ends = [0.0] * times.num_stages
-        for span in simulate([run]).spans:
-            for stage in span.ranks:  # stage i of the chain is rank i
-                if span.kind != "message":  # a stage goes on while it sends
-                    ends[stage] = max(ends[stage], span.end)
-        return ends

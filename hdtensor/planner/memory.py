@@ -51,6 +51,21 @@ def in_flight(schedule: Schedule) -> dict[int, int]:
     return most
 
 
+def held_microbatches(schedule: str, num_stages: int, num_microbatches: int) -> list[int]:
+    """Return, for each stage, the most micro-batches in flight at once.
+
+    >>> held_microbatches("1F1B", 3, 2)
+    [2, 2, 1]
+    """
+    if schedule.lower() == "gpipe":
+        return [num_microbatches] * num_stages
+    if (
+        schedule.lower() == "zb-h1"
+    ):  # a weight's part of backward is put off by the number of its stage
+        return [min(num_microbatches, num_stages)] * num_stages
+    return [min(num_microbatches, num_stages - stage) for stage in range(num_stages)]
+
+
 def rank_memory(
     stages: Sequence[PlacedStage],
     held: Mapping[int, int],

@@ -16,7 +16,13 @@ from hdtensor.planner.profiles import Profile
 from hdtensor.planner.roofline import RooflineCosts
 from hdtensor.planner.score import Scorer
 from hdtensor.planner.search import Progress, SearchResult, search
-from hdtensor.planner.simulate import busiest_stage, simulate_strategy
+from hdtensor.planner.simulate import (
+    MAX_PASSES,
+    busiest_stage,
+    is_fast,
+    num_passes,
+    simulate_strategy,
+)
 from hdtensor.planner.space import SearchOptions, Space, make_space
 from hdtensor.planner.summary import StageSummary, Summary, summarize
 from hdtensor.planner.why import batch_moves, layer_moves, why_of
@@ -26,9 +32,8 @@ from hdtensor.planner.workload import Workload
 #: Moves of a layer or a micro-batch after the search, and what part of the step each must save.
 _MOST_MOVES = 16
 _LEAST_GAIN = 1e-6
-
-#: Micro-batches of all stages that are simulated at most.
-MAX_PASSES = 1 << 16
+#: Micro-batches of a step where only events say when lanes end, which hundreds of plans are asked for.
+_MOST_EVENTS = 1 << 9
 
 
 def make_costs(
@@ -74,11 +79,10 @@ def predict(planned: Planned, costs: CostModel, why: dict[str, Any] | None = Non
     Raises:
         PlannerError: If there are more passes than the simulator does in a minute or so.
     """
-    lanes = planned.strategy.lanes
-    num_passes = sum(lane.num_microbatches * len(lane.stages) for lane in lanes)
-    if num_passes > MAX_PASSES:
+    number = num_passes(planned.strategy)
+    if number > MAX_PASSES:
         raise PlannerError(
-            f"microbatches: the lanes' stages do {num_passes} micro-batches; at most {MAX_PASSES} are simulated. Take "
+            f"microbatches: the lanes' stages do {number} micro-batches; at most {MAX_PASSES} are simulated. Take "
             f"larger micro-batches, or a smaller batch."
         )
     prediction = simulate_strategy(planned.strategy, planned.cluster, costs, planned.workload)
@@ -196,11 +200,35 @@ def find_plan(
         should_stop: Is asked now and then; once it says yes, the best so far is returned.
 
     Raises:
-        PlannerError: If nothing fits in memory.
+        PlannerError: If nothing fits in memory, or there are more micro-batches than can be simulated.
     """
-    result = search(space, report=report, should_stop=should_stop)
+    check_passes(space)
+    try:
+        result = search(space, report=report, should_stop=should_stop)
+    except PlannerError as error:
+        if space.workload.batch <= MAX_PASSES * min(space.prices.mbs):
+            raise
+        raise PlannerError(
+            f"{error} Plans whose stages do more than {MAX_PASSES} micro-batches are left out: a smaller batch helps too."
+        ) from None
     planned = Planned(result.strategy, model, space.cluster, space.workload)
     return _polished(planned, result, should_stop)
+
+
+def check_passes(space: Space) -> None:
+    """Refuse a batch of which every plan has more micro-batches than can be simulated.
+
+    Raises:
+        PlannerError: It says which batch is allowed.
+    """
+    most = MAX_PASSES if is_fast(space.costs, space.workload) else _MOST_EVENTS
+    largest = max(space.prices.mbs)
+    if space.workload.batch > most * largest:
+        raise PlannerError(
+            f"batch: {space.workload.batch} samples are {space.workload.batch // largest} micro-batches or more, of {largest} "
+            f"samples each; at most {most} are simulated. Allowed: a batch up to {most * largest}, or larger "
+            f"micro-batches (mbs)."
+        )
 
 
 def _polished(

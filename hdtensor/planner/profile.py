@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
 import time
@@ -24,10 +25,26 @@ from hdtensor.planner.profile_transfers import (
     points_here,
     transfer_points,
 )
-from hdtensor.planner.profile_units import UnitPoint, measure_unit, unit_points, work_of
+from hdtensor.planner.profile_units import (
+    UnitPoint,
+    measure_unit,
+    operations_per_second,
+    unit_points,
+    work_of,
+)
 from hdtensor.planner.profile_world import agree
 from hdtensor.planner.profiles import Profile
 from hdtensor.planner.workload import find_precision
+
+
+#: Processes that any machine may start for transfers.
+_LEAST_RANKS = 8
+#: Seconds that transfers get though units took all of the time.
+_LEAST_SECONDS = 0.5
+#: A measurement takes about as long as so many forwards: its own backward and update, and once more to warm up.
+_FORWARDS = 8
+#: What would take so many times all of the time is never begun.
+_HOPELESS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +71,12 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", find_precision(self.precision))
+        most = max(os.cpu_count() or 1, _LEAST_RANKS)
+        if any(number > most for number in self.num_ranks):
+            raise PlannerError(
+                f"num_ranks: {max(self.num_ranks)} processes are too many for the {os.cpu_count()} cores of this machine; "
+                f"allowed: up to {most}. Or start them by torchrun on all machines."
+            )
 
 
 #: Called with the number of points done, the number of all, and a few words on the next one.
@@ -127,31 +150,36 @@ class _Run:
         self._total = 0
         # Unit and degree -> operations and seconds of the last measurement, to foresee the next one.
         self._last: dict[tuple[str, int], tuple[float, float]] = {}
+        self._measured: set[UnitPoint] = set()
+        self._rate: float | None = None
 
     def all(self, device: torch.device) -> Profile:
         """Measure what is missing and return everything."""
         units, transfers = missing_points(self._found, self._options)
         in_world = dist.is_initialized()
         self._total = len(units) + len(transfers)
-        # Transfers come first, but get half of the time: units may take all that is left.
-        if in_world:
+        if in_world:  # all ranks are here, so transfers come first, but get half of the time
             for measured in measure_in_world(transfers, device, self._half()):
                 more = (*self._found.transfers, measured)
                 self._add(dataclasses.replace(self._found, transfers=more))
-        else:
+        else:  # processes take seconds to start: units come first, and take what transfers leave too
+            end = time.monotonic() + (self._half() if transfers else math.inf)
+            self._units(units, device, end)
+            units = [point for point in units if point not in self._measured]
             self._transfers(transfers, device.type == "cuda")
         if not in_world or dist.get_rank() == 0:
-            self._units(units, device)
+            self._units(units, device, self._end)
         self._progress(self._done, self._total, "done")
         return self._found
 
-    def _units(self, points: Sequence[UnitPoint], device: torch.device) -> None:
+    def _units(self, points: Sequence[UnitPoint], device: torch.device, end: float) -> None:
         dtype = getattr(torch, self._options.precision)
         model = self._found.model
         for point in points:
-            if self._is_too_long(point):
+            if self._is_too_long(point, min(end, self._end) - time.monotonic(), device):
                 continue
             self._progress(self._done, self._total, _words(point))
+            self._measured.add(point)
             start = time.monotonic()
             measured = measure_unit(model, point, device=device, dtype=dtype)
             spent = time.monotonic() - start
@@ -159,24 +187,37 @@ class _Run:
             self._add(dataclasses.replace(self._found, units=(*self._found.units, measured)))
 
     def _transfers(self, points: Sequence[TransferPoint], is_cuda: bool) -> None:
-        for num in dict.fromkeys(point.num_ranks for point in points):
-            if time.monotonic() > self._end or (is_cuda and num > torch.cuda.device_count()):
+        numbers = list(dict.fromkeys(point.num_ranks for point in points))
+        for num in numbers:
+            is_late = num != numbers[0] and time.monotonic() > self._end
+            if is_late or (is_cuda and num > torch.cuda.device_count()):
                 continue
             some = [point for point in points if point.num_ranks == num]
             self._progress(self._done, self._total, f"transfers between {num} ranks")
-            times = measure_transfers(some, is_cuda=is_cuda, max_seconds=self._half())
+            left = len(numbers) - numbers.index(num)
+            seconds = max(self._end - time.monotonic(), _LEAST_SECONDS) / left
+            times = measure_transfers(some, is_cuda=is_cuda, max_seconds=seconds)
             transfers = (*self._found.transfers, *times)
             self._add(dataclasses.replace(self._found, transfers=transfers), len(times))
 
     def _half(self) -> float:
         return max(self._end - time.monotonic(), 0.0) / 2
 
-    def _is_too_long(self, point: UnitPoint) -> bool:
-        """Return whether a measurement would end after the time given, by the last one of its kind."""
-        left = self._end - time.monotonic()
-        work, seconds = self._last.get((point.unit, point.tp), (1.0, 0.0))
-        growth = max(work_of(self._found.model, point) / work, 1.0)
-        return left <= 0 or seconds * growth > left
+    def _is_too_long(self, point: UnitPoint, left: float, device: torch.device) -> bool:
+        """Return whether a measurement would take longer than there is time, by the last one of its kind, or by the device's rate.
+
+        The first one is measured even so, unless it is hopeless.
+        """
+        wanted = work_of(self._found.model, point)
+        if (point.unit, point.tp) in self._last:
+            work, seconds = self._last[point.unit, point.tp]
+            return left <= 0 or seconds * max(wanted / work, 1.0) > left
+        if self._rate is None:
+            self._rate = operations_per_second(device, getattr(torch, self._options.precision))
+        seconds = _FORWARDS * wanted / self._rate
+        if not self._found.units and not self._measured:
+            return seconds > _HOPELESS * self._options.max_seconds
+        return left <= 0 or seconds > left
 
     def _add(self, found: Profile, num: int = 1) -> None:
         self._found = found

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from hdtensor._interrupts import withheld
 from hdtensor.errors import PlannerError
 from hdtensor.planner.profile_units import Stopwatch
 from hdtensor.planner.profiles import TransferKind, TransferTime
@@ -71,7 +72,7 @@ def measure_transfers(
             max_seconds,
         )
         try:
-            _SPAWN(_run_rank, arguments, nprocs=num, join=True)
+            _run_processes(arguments, num)
         except Exception as error:
             last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             raise PlannerError(
@@ -81,6 +82,20 @@ def measure_transfers(
     return [
         TransferTime(*point, seconds=seconds) for point, seconds in zip(points, found, strict=False)
     ]
+
+
+def _run_processes(arguments: tuple[Any, ...], num: int) -> None:
+    started: Any = None
+    try:
+        with withheld():
+            started = _SPAWN(_run_rank, arguments, nprocs=num, join=False)
+        while not started.join():
+            pass
+    finally:
+        for process in started.processes if started is not None else ():
+            if process.is_alive():  # after Ctrl-C it would go on
+                process.kill()
+                process.join()
 
 
 def measure_in_world(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from hdtensor.planner.profiles import ProfiledUnit, UnitTime
 
 #: Seconds of a run that is repeated only once.
 _LONG = 0.5
+#: Rows of the product by which a device's rate is told.
+_EDGE = 256
 
 
 class UnitPoint(NamedTuple):
@@ -198,6 +201,7 @@ def measure_unit(
     try:
         with torch.device("meta"):
             module = make_unit(point.unit, model, point.tp).to(dtype)
+        _check_memory(module, device)
         module.to_empty(device=device)
         for parameter in module.parameters():
             nn.init.constant_(
@@ -290,6 +294,29 @@ def work_of(model: ModelShape, point: UnitPoint) -> float:
             return float(tokens * hidden)
         case "head":
             return 2 * tokens * hidden * model.vocab / point.tp
+
+
+def _check_memory(module: nn.Module, device: torch.device) -> None:
+    """Raise if a unit's parameters, gradients and optimizer states are more than a machine has free: it would be killed."""
+    need = 4 * sum(p.numel() * p.itemsize for p in module.parameters())
+    if device.type == "cpu":
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if need > free:
+            raise MemoryError(
+                f"{need / 1e9:.3g} GB of parameters and states, {free / 1e9:.3g} free"
+            )
+
+
+def operations_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """Return about how many operations a device does in a second, by one small product of matrices."""
+    a = torch.zeros(_EDGE, _EDGE, device=device, dtype=dtype)
+    watch = Stopwatch(device)
+    seconds = []
+    for _ in range(3):
+        start = watch.now()
+        a @ a
+        seconds.append(watch.now() - start)
+    return 2.0 * _EDGE**3 / max(min(seconds), 1e-9)
 
 
 def _inputs(model: ModelShape, point: UnitPoint, dtype: torch.dtype) -> Tensor:

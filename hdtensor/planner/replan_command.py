@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from hdtensor.errors import PlannerError
 from hdtensor.placements.checks import ranks_text
 from hdtensor.planner.bounds import lower_bound
-from hdtensor.planner.command_inputs import costs_of, planned_of, ranks, search_options
+from hdtensor.planner.command_inputs import costs_of, planned_of, ranks, search_options, warn
 from hdtensor.planner.costs import CostModel
 from hdtensor.planner.emit import Planned
 from hdtensor.planner.quantities import whole_number
@@ -72,7 +72,7 @@ def replan_of(options: argparse.Namespace) -> Replanned:
             f"{given[0]}: not allowed with --replan, which keeps what the plan is for; plan anew without it."
         )
     options.plan = options.replan
-    planned, purpose = planned_of(options)
+    planned, purpose, conflict = planned_of(options)
     costs = costs_of(planned, options)
     num_ranks = planned.cluster.num_ranks
     before = set(_lost_of(purpose, num_ranks))
@@ -102,6 +102,7 @@ def replan_of(options: argparse.Namespace) -> Replanned:
     }
     result = replace(result, bound=lower_bound(result.space, result.seconds))
     new = planned._replace(strategy=result.strategy)
+    warn(conflict, options)
     return Replanned(new, result, costs, tuple(sorted(lost)), facts)
 
 

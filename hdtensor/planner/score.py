@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hdtensor.planner.columns import held_microbatches
 from hdtensor.planner.decompose import place_lanes
-from hdtensor.planner.memory import rank_memory
-from hdtensor.planner.simulate import step_seconds
+from hdtensor.planner.memory import held_microbatches, rank_memory
+from hdtensor.planner.simulate import MAX_PASSES, num_passes, step_seconds
 from hdtensor.planner.space import Space
 from hdtensor.planner.strategy import Strategy
 
@@ -39,7 +38,7 @@ class Scorer:
     _known: dict[Strategy, Scored | None] = field(default_factory=dict)
 
     def score(self, strategy: Strategy) -> Scored | None:
-        """Return a strategy with its seconds, or None if memory or the numbers of lanes allowed do not hold it."""
+        """Return a strategy with its seconds, or None if memory, the numbers of lanes allowed or the simulator do not hold it."""
         if strategy not in self._known:
             self._known[strategy] = self._score(strategy)
         return self._known[strategy]
@@ -56,6 +55,8 @@ class Scorer:
         space, num_lanes = self.space, len(strategy.lanes)
         if not space.options.min_lanes <= num_lanes <= (space.options.max_lanes or num_lanes):
             return False
+        if num_passes(strategy) > MAX_PASSES:
+            return False  # nobody could say what its step is made of
         sharers = num_lanes if space.workload.zero else 1
         for choice, stages in zip(
             strategy.lanes, place_lanes(strategy, space.cluster), strict=True

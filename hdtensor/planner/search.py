@@ -326,11 +326,21 @@ def _too_large(space: Space) -> str:
     per_layer = prices.fixed[1] + prices.shared[1] / shared
     need = np.nanmin(np.where(np.isfinite(per_layer), per_layer * _sizes(space), np.nan))
     total = sum(pool.num_devices * pool.device.memory_bytes for pool in space.pools)
+    work = space.workload
+    ways = [
+        "more devices",
+        "a smaller mbs",
+        f"more than {space.options.max_stages} stages (max_stages)",
+    ]
+    ways += ["recompute='full'"] if work.recompute == "none" else []
+    ways += ["zero=1"] if not work.zero else []
+    ways += ["precision='bfloat16'"] if work.precision == "float32" else []
+    ways += ["schedule='1F1B'"] if work.schedule != "1F1B" else []
+    ways += ["fewer lanes (min_lanes)"] if least > 1 else []
     return (
         f"memory: no strategy fits. A layer's parameters, gradients and optimizer state take {need / 1e9:.3g} GB at "
         f"least, {space.num_layers} layers {need * space.num_layers / 1e9:.4g} GB beside activations; all devices have "
-        f"{total / 1e9:.4g} GB. Take more devices, recompute='full', zero=1, a smaller mbs or more than "
-        f"{space.options.max_stages} stages (max_stages){', or fewer lanes (min_lanes)' if least > 1 else ''}."
+        f"{total / 1e9:.4g} GB. Take {', '.join(ways[:-1])} or {ways[-1]}."
     )
 
 

@@ -25,13 +25,16 @@ from hdtensor.planner.decompose import (
     sync_seconds,
 )
 from hdtensor.planner.lane_times import LaneTimes, end_times
-from hdtensor.planner.memory import RankMemory, in_flight, rank_memory
+from hdtensor.planner.memory import RankMemory, held_microbatches, in_flight, rank_memory
 from hdtensor.planner.strategy import Strategy
 from hdtensor.planner.workload import Workload
 
 
 #: Stages are as busy as one another if their seconds differ by less, relatively.
 _SAME = 1e-12
+
+#: Micro-batches of all stages that events are simulated for; that many take some seconds.
+MAX_PASSES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +127,12 @@ def step_seconds(
 ) -> float:
     """Return the seconds of a step: ``simulate_strategy``'s number, hundreds of times faster.
 
-    Only where messages block both ends, and the schedule is not 1F1B, the events themselves are asked.
+    Only where messages block both ends, and the schedule is not 1F1B, the events of each lane are asked.
 
     Raises:
         PlannerError: If the strategy does not fit the cluster or the batch.
     """
-    traits, schedule = costs.runtime(), workload.schedule
-    if traits.is_blocking and schedule != "1F1B":
-        return simulate_strategy(strategy, cluster, costs, workload).seconds
+    traits = costs.runtime()
     check_batch(strategy, workload)
     placed = place_lanes(strategy, cluster)
     shares = find_shares(placed)
@@ -139,10 +140,7 @@ def step_seconds(
     for choice, stages in zip(strategy.lanes, placed, strict=True):
         start = traits.start if len(stages) > 1 else 0.0
         times, count = lane_times(choice, stages, cluster, costs), choice.num_microbatches
-        if traits.is_blocking:
-            ends = blocking_end_times(times, count)
-        else:
-            ends = end_times(times, count, schedule)
+        ends = end_of_passes(times, count, workload.schedule, traits.is_blocking)
         for stage, end in zip(stages, ends, strict=True):
             free[stage.choice.ranks] = start + end
     synced = sync_seconds(shares, placed, cluster, costs) if len(placed) > 1 else []
@@ -153,6 +151,86 @@ def step_seconds(
             free[stage.choice.ranks] += costs.update(stage.group, stage.layers, len(placed))
     _share_out(free, shares, [seconds * parts[1] for seconds in synced])
     return max(free.values())
+
+
+def is_fast(costs: CostModel, workload: Workload) -> bool:
+    """Return whether the ends of lanes are known without events."""
+    return workload.schedule == "1F1B" or not costs.runtime().is_blocking
+
+
+def end_of_passes(
+    times: LaneTimes, num_microbatches: int, schedule: str, is_blocking: bool
+) -> tuple[float, ...]:
+    """Return when each stage of a lane has done its last pass, and message where these block, in seconds.
+
+    Args:
+        times: Seconds of passes and messages.
+        num_microbatches: Micro-batches of a step.
+        schedule: ``1F1B``, ``ZB-H1`` or ``GPipe``.
+        is_blocking: Whether sender and receiver do nothing else during a message.
+    """
+    if not is_blocking:
+        return end_times(times, num_microbatches, schedule)
+    if schedule == "1F1B":
+        return blocking_end_times(times, num_microbatches)
+    stages = tuple(range(times.num_stages))
+    run = LaneRun(
+        lane=Lane.chain([(stage,) for stage in stages]),
+        schedule=_schedule(schedule, stages, num_microbatches),
+        durations=durations(times),
+        is_blocking=True,
+    )
+    ends = dict.fromkeys(stages, 0.0)
+    for span in simulate([run]).spans:
+        for stage in span.ranks:  # stage i of the chain is rank i
+            ends[stage] = max(ends[stage], span.end)
+    return tuple(ends.values())
+
+
+def slowest_lane(
+    strategy: Strategy, cluster: Cluster, costs: CostModel, workload: Workload
+) -> LaneSeconds:
+    """Return what a step's seconds go to in the lane whose passes end last, without the step's events.
+
+    The numbers are those of ``Prediction.attribution``, but that its short waits count as synchronization.
+
+    Raises:
+        PlannerError: If the strategy does not fit the cluster or the batch.
+    """
+    traits, schedule = costs.runtime(), workload.schedule
+    step = step_seconds(strategy, cluster, costs, workload)
+    found: list[LaneSeconds] = []
+    num_lanes = len(strategy.lanes)
+    for number, stages in enumerate(place_lanes(strategy, cluster)):
+        choice = strategy.lanes[number]
+        times, count = lane_times(choice, stages, cluster, costs), choice.num_microbatches
+        none = (0.0,) * (times.num_stages - 1)
+        quiet = times._replace(send_forward=none, send_backward=none)
+        end, quiet_end = (
+            max(end_of_passes(each, count, schedule, traits.is_blocking)) for each in (times, quiet)
+        )
+        busy = [count * sum(each) for each in zip(times.forward, times.backward, strict=True)]
+        balanced, most = sum(busy) / len(busy), max(busy)
+        start = traits.start if len(stages) > 1 else 0.0
+        update = max(costs.update(stage.group, stage.layers, num_lanes) for stage in stages)
+        found.append(
+            LaneSeconds(
+                lane=number,
+                bottleneck=busy.index(most),
+                balanced=balanced,
+                imbalance=most - balanced,
+                start=start,
+                messages=end - quiet_end,
+                fill=quiet_end - most,
+                wait=0.0,
+                sync=max(step - start - end - update, 0.0),
+                optimizer=min(update, step - start - end),
+            )
+        )
+    return max(
+        found,
+        key=lambda lane: lane.start + lane.messages + lane.fill + lane.balanced + lane.imbalance,
+    )
 
 
 def _share_out(
@@ -218,7 +296,14 @@ def _schedule(name: str, visits: tuple[int, ...], num_microbatches: int) -> Sche
 
 @lru_cache(maxsize=1024)
 def _in_flight(name: str, visits: tuple[int, ...], num_microbatches: int) -> dict[int, int]:
+    if visits == tuple(range(len(visits))):
+        return dict(enumerate(held_microbatches(name, len(visits), num_microbatches)))
     return in_flight(_schedule(name, visits, num_microbatches))
+
+
+def num_passes(strategy: Strategy) -> int:
+    """Return how many micro-batches the stages of all lanes do together."""
+    return sum(lane.num_microbatches * len(lane.stages) for lane in strategy.lanes)
 
 
 def check_batch(strategy: Strategy, workload: Workload) -> None:

@@ -160,6 +160,13 @@ def can_deal(batch: int, sizes: Sequence[int], min_lanes: int, max_lanes: int) -
     return any(_most_parts(batch, each) >= min_lanes for each in some)
 
 
+def _has_equal(batch: int, sizes: Sequence[int], min_lanes: int, max_lanes: int) -> bool:
+    """Return whether some number of equal lanes divides a batch in whole micro-batches of a size."""
+    return any(
+        batch % (lanes * size) == 0 for lanes in range(min_lanes, max_lanes + 1) for size in sizes
+    )
+
+
 def _most_parts(batch: int, sizes: Sequence[int]) -> float:
     """Return the most micro-batches of some sizes that make up a batch, minus infinity if none do."""
     most = np.full(batch + 1, -np.inf)
@@ -321,11 +328,22 @@ def make_space(
     most = sum(pool.num_devices for pool in pools)
     if options.max_lanes is not None:
         most = min(most, options.max_lanes)
+    if options.min_lanes > min(most, workload.batch):
+        raise PlannerError(
+            f"min_lanes: {most} devices and {workload.batch} samples make at most {min(most, workload.batch)} lanes, got "
+            f"{options.min_lanes}. Ask for fewer."
+        )
     if not can_deal(workload.batch, sizes, options.min_lanes, most):
         raise PlannerError(
             f"mbs: {workload.batch} samples cannot be dealt to {options.min_lanes} to {most} lanes in micro-batches of "
             f"{', '.join(map(str, options.mbs))}, one size in each lane; allow a size that divides the batch (1 always "
             f"does), other numbers of lanes, or change the batch."
+        )
+    if options.equal_lanes and not _has_equal(workload.batch, sizes, options.min_lanes, most):
+        raise PlannerError(
+            f"batch: {workload.batch} samples are not the same whole number of micro-batches of "
+            f"{', '.join(map(str, options.mbs))} for each of {options.min_lanes} to {most} equal lanes; give a multiple of a "
+            f"number of lanes and a size, other sizes (mbs), or other numbers of lanes."
         )
     prices = find_prices(kinds, costs, sizes)
     if not np.isfinite(prices.layer).any():

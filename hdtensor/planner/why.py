@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hdtensor.planner.attribution import LaneSeconds
 from hdtensor.planner.costs import CostModel
-from hdtensor.planner.emit import Planned
-from hdtensor.planner.search import Candidate, SearchResult
-from hdtensor.planner.simulate import simulate_strategy, step_seconds, strategy_memory
+from hdtensor.planner.search import SearchResult
+from hdtensor.planner.simulate import slowest_lane, step_seconds, strategy_memory
 from hdtensor.planner.strategy import LaneChoice, Strategy
 from hdtensor.planner.summary import Summary
 from hdtensor.planner.text_report import (
@@ -23,11 +22,10 @@ from hdtensor.planner.text_report import (
 from hdtensor.planner.whole_parts import WholeParts, find_whole_parts
 
 
-#: Rejected plans that are reported; those of them whose loss is looked into, while all their lanes' stages
-#: together do at most so many micro-batches, which events take some seconds for.
+#: Rejected plans that are reported.
 _MOST_ALTERNATIVES = 8
-_MOST_SIMULATED = 4
-_MOST_PASSES = 1 << 15
+#: What differs by less, relatively, is the same.
+_SAME = 1e-9
 
 
 class Move(NamedTuple):
@@ -153,33 +151,23 @@ def _reasons(
 def _alternatives(
     result: SearchResult, summary: Summary, costs: CostModel
 ) -> Iterator[dict[str, Any]]:
+    planned, step = summary.planned, summary.prediction.seconds
     rejected = [c for c in result.candidates if c.strategy != result.strategy]
-    chosen = _slowest(summary.lane_seconds)
-    num_passes = 0
-    for number, candidate in enumerate(rejected[:_MOST_ALTERNATIVES]):
-        reason = f"{candidate.seconds / summary.prediction.seconds - 1:.2%} slower"
-        num_passes += sum(
-            lane.num_microbatches * len(lane.stages) for lane in candidate.strategy.lanes
-        )
-        if number < _MOST_SIMULATED and num_passes <= _MOST_PASSES:
-            reason += _loss(candidate, chosen, summary.planned, costs)
+    cluster, workload = planned.cluster, planned.workload
+    chosen = slowest_lane(planned.strategy, cluster, costs, workload)
+    for candidate in rejected[:_MOST_ALTERNATIVES]:
+        lane = slowest_lane(candidate.strategy, cluster, costs, workload)
+        reason = f"{candidate.seconds / step - 1:.2%} slower: {_loss(lane, chosen)}"
         yield {"what": candidate.what, "seconds": candidate.seconds, "reason": reason}
 
 
-def _loss(candidate: Candidate, chosen: LaneSeconds, planned: Planned, costs: CostModel) -> str:
-    """Return which part of the step is longest in comparison with the chosen plan's."""
-    prediction = simulate_strategy(candidate.strategy, planned.cluster, costs, planned.workload)
-    lane = _slowest(prediction.attribution())
+def _loss(lane: LaneSeconds, chosen: LaneSeconds) -> str:
+    """Return which part of the step is longest in comparison with the chosen plan's, in words."""
     name = max(LANE_WORDS, key=lambda part: getattr(lane, part) - getattr(chosen, part))
     theirs, ours = getattr(lane, name), getattr(chosen, name)
-    if theirs <= ours:
-        return ""
-    return f": {LANE_WORDS[name]} {seconds_text(theirs)}, here {seconds_text(max(ours, 0.0))}"
-
-
-def _slowest(lanes: Sequence[LaneSeconds]) -> LaneSeconds:
-    """Return the lane that others wait for."""
-    return min(lanes, key=lambda lane: lane.wait)
+    if theirs - ours <= _SAME * lane.seconds:
+        return "as long in every part, by other ranks or layers"
+    return f"{LANE_WORDS[name]} {seconds_text(theirs)}, here {seconds_text(max(ours, 0.0))}"
 
 
 def _move(summary: Summary, costs: CostModel, strategy: Strategy, what: str) -> Move:

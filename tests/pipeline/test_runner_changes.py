@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import hdtensor as hd
 from hdtensor.errors import PipelineError, PlanError
 from hdtensor.pipeline import Runner
+from hdtensor.pipeline.runtime.options import runner_options
 from tests.pipeline import tiny
 from tests.pipeline.test_runner_activations import counted_dropout
 from tests.pipeline.tiny import stage
@@ -329,3 +330,13 @@ def _check_copy(rank):
 @pytest.mark.dist(3)
 def test_a_copy_of_a_model_has_a_runner_of_its_own():
     run_world(_check_copy, 3)
+
+
+def test_an_option_with_a_slip_is_told_the_nearest_one():
+    assert runner_options({"targets": ("y",)}).targets == ("y",)
+    with pytest.raises(
+        PlanError, match=r"^activation_ofload: .* Did you mean activation_offload\?"
+    ):
+        runner_options({"activation_ofload": True})
+    with pytest.raises(PlanError, match=r"Did you mean num_microbatches\?"):
+        Runner(None, None, num_microbatch=4)

@@ -152,10 +152,16 @@ WRONG = [
     (["plan", *SMALL, "--html", "."], "html: '.' is a folder"),
     (["plan", *SMALL, "--without", "3-1"], "argument --without: '3-1' is no list of ranks"),
     (["plan", *SMALL, "--seconds", "nan"], "argument --seconds: 'nan' is not a positive number of seconds"),
-    (["plan", *SMALL, "--tp", "3"], "tp_degrees: 3 is no power of two"),
+    (["plan", *SMALL, "--tp", "3"], "error: --tp: 3 is no power of two"),
     (["plan", *SMALL, "--model", "llama-70b", "--cluster", "1x RTX-3090"], "memory: no strategy fits"),
     (["plan", *SMALL, "-o", "/dev/null/plan.json"], "/dev/null/plan.json"),
     (["plan", "--batch", "8"], "the following arguments are required: --model"),
+    (["plan", *SMALL, "--model", "llama-70b", "--cluster", "1x RTX-3090", "--zero", "0", "--schedule", "gpipe", "--precision",
+      "fp32", "--min-lanes", "1"], "a smaller --mbs, more than 8 stages (--max-stages), --recompute full, --zero 1, "
+     "--precision bfloat16 or --schedule 1F1B."),
+    (["plan", *SMALL, "--min-lanes", "9"], "error: --min-lanes: 8 devices and 16 samples make at most 8 lanes, got 9"),
+    (["plan", *SMALL, "--cluster", "8x V100"], "error: --precision: V100-16 has no rate"),
+    (["plan", *SMALL, "--batch", "10000000"], "batch: must be"),
     (["explain", "nowhere.json"], "cannot read the plan 'nowhere.json'"),
     (["explain", "nowhere.json", "--src", "R / 0:R"], "argument --src: not allowed with PLAN"),
     (["explain", "--model", "llama-7b"], "argument --model: needs PLAN, a file"),
@@ -285,3 +291,24 @@ def test_devices_are_listed_with_their_sources(capsys):
     code, out, _ = run(capsys, "devices", "h20", "A100", "--json")
     assert code == 0
     assert list(json.loads(out)) == ["H20", "A100-40"]
+
+
+@pytest.mark.parametrize("command", ["explain", "simulate", "dry-run"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (TINY, "it is the configuration of a model, which goes to --model"),
+        ({"cluster": "8x H20"}, "it is the description of a cluster, which goes to --cluster"),
+        ({"units": []}, "it is a profile, which goes to --profile"),
+        ({"a": 1}, "it has none of pipelines, uniform, tensors or plans"),
+    ],
+)
+def test_a_file_of_another_kind_is_said_to_be_no_plan(command, value, words, capsys, tmp_path):
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps(value))
+    code, out, err = run(capsys, command, str(path))
+    assert (code, out) == (2, "")
+    assert err == (
+        f"hdtensor {command}: error: plan: {str(path)!r} is no plan: {words}. Give a plan as `hdtensor plan -o "
+        f"plan.json` writes it.\n"
+    )

@@ -4,8 +4,7 @@ import pytest
 
 from hdtensor.pipeline.lanes import Lane
 from hdtensor.pipeline.schedule.choose import build_schedule
-from hdtensor.planner.columns import held_microbatches
-from hdtensor.planner.memory import in_flight
+from hdtensor.planner.memory import held_microbatches, in_flight
 from hdtensor.planner.workload import SCHEDULES
 
 

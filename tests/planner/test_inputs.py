@@ -386,3 +386,54 @@ def test_a_workload_takes_short_and_unlike_spellings():
 def test_own_names_come_before_the_library():
     own = {"H20": DEVICES["CPU"]}
     assert find_device("h20", own) is DEVICES["CPU"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory": 80}, r"devices.mine.memory: 80 has no unit and would be 80 B. Write its unit, such as '80 GB'"),
+        ({"memory": "80"}, r"such as '80 GB', or '80 B' if that is meant"),
+        ({"flops": 989}, r"devices.mine.flops: 989 has no unit .* '989 TFLOPS'"),
+        ({"flops": {"float32": 67.5}}, r"devices.mine.flops.float32: 67.5 has no unit"),
+        ({"memory_bandwidth": 3350}, r"devices.mine.memory_bandwidth: 3350 has no unit .* '3350 GB/s'"),
+        ({"network": 50}, r"devices.mine.network: 50 has no unit"),
+    ],
+)  # fmt: skip
+def test_a_device_whose_number_lacks_its_unit_is_refused(change, message):
+    fields = {"devices": {"mine": {"like": "H20", **change}}, "cluster": "2x mine"}
+    with pytest.raises(
+        PlannerError, match=f"^devices.mine.*{message.removeprefix('devices.mine')}"
+    ):
+        cluster_of_fields(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"network": 50}, "^network: 50 has no unit and would be 50 B/s"),
+        ({"network": {"bandwidth": "50 GB/s", "latency": 5}}, "^network.latency: 5 has no unit .* '5 us'"),
+        ({"nodes": [{"device": "H20", "inside": 900}]}, r"^nodes\[0\].inside: 900 has no unit"),
+        ({"nodes": [{"device": "H20", "uplink": 1}]}, r"^nodes\[0\].uplink: 1 has no unit"),
+    ],
+)  # fmt: skip
+def test_a_link_whose_number_lacks_its_unit_is_refused(fields, message):
+    whole = fields if "nodes" in fields else {"cluster": "16x H20", **fields}
+    with pytest.raises(PlannerError, match=message):
+        cluster_of_fields(whole)
+
+
+def test_plain_numbers_in_the_base_unit_and_small_ones_with_a_unit_stay_allowed():
+    mine = {"like": "H20", "memory": 80e9, "flops": "5 FLOPS", "network": "10 kB/s"}
+    cluster = cluster_of_fields(
+        {"devices": {"mine": {**mine, "memory_bandwidth": 2e12}}, "nodes": ["16x mine"],
+         "network": {"bandwidth": "1 kB/s", "latency": "3 s"}}
+    )  # fmt: skip
+    device = cluster.nodes[0].device
+    assert (device.memory_bytes, device.flops_of("float32")) == (80_000_000_000, 5.0)
+    assert (cluster.between.bandwidth, cluster.between.latency) == (1000.0, 3.0)
+    written = json.loads(json.dumps(cluster_to_fields(cluster)))
+    assert cluster_of_fields(written) == cluster
+    small = cluster_of_fields(
+        {"devices": {"mine": {**mine, "memory": "0.5 MB"}}, "cluster": "2x mine"}
+    )
+    assert cluster_of_fields(cluster_to_fields(small)).nodes[0].device.memory_bytes == 500_000

@@ -1,6 +1,8 @@
 """A plan for this machine, its five ranks declared as two fast and three slow, trains as one process does."""
 
 import json
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,3 +82,27 @@ def test_five_ranks_train_by_the_plan_made_for_them(files, capsys, zero):
     assert min(samples[0], samples[1]) > max(samples[2], samples[3], samples[4])
     losses = run_world(_check_training, 5, path)
     assert len(set(losses)) == 1
+
+
+def _check_warning(rank, path):
+    plan = hd.AnnotationPlan.load(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Runner(llama(), plan)
+        Runner(llama(), plan, num_microbatches=2)
+    return [str(each.message)[:60] for each in caught if "planned_for" in str(each.message)]
+
+
+@pytest.mark.dist(2)
+def test_a_runner_warns_of_a_batch_that_the_plan_was_not_made_for(files, capsys):
+    path = str(files / "edited.json")
+    arguments = ["plan", "--model", str(files / "config.json"), "--cluster", "2x CPU", "--batch", "4", "--context",
+                 "32", "--precision", "float32", "--min-lanes", "2", "--mbs", "1", "-o", path]  # fmt: skip
+    assert cli.main(arguments) == 0
+    capsys.readouterr()
+    assert run_world(_check_warning, 2, path) == [[], []]
+    value = json.loads(Path(path).read_text())
+    value["pipelines"][0]["microbatches"] += 1
+    Path(path).write_text(json.dumps(value))
+    message = "batch: the pipelines take 5 samples, but planned_for says th"
+    assert run_world(_check_warning, 2, path) == [[message], []]

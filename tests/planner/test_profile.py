@@ -1,6 +1,7 @@
 """Profiles: units have the sizes that the model says; runs go on where they stopped; transfers really run."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -199,3 +200,59 @@ def test_a_profile_is_what_its_file_says(tmp_path):
 def test_a_wrong_profile_names_its_field(change, message):
     with pytest.raises(PlannerError, match=f"^{message}"):
         Profile.from_dict({**_valid().to_dict(), **change})
+
+
+def test_units_and_transfers_share_a_short_time(monkeypatch):
+    """Processes take longer to start than there is time; units come first, with half of it."""
+    given = []
+
+    def measured(points, *, is_cuda, max_seconds):
+        given.append((len(timed), max_seconds))
+        return [TransferTime(*point, seconds=1e-3) for point in points[:3]]
+
+    timed = []
+
+    def unit(model, point, **others):
+        timed.append(point)
+        time.sleep(0.05)
+        return UnitTime(*point, forward=0.01, backward=0.02)
+
+    monkeypatch.setattr("hdtensor.planner.profile.measure_transfers", measured)
+    monkeypatch.setattr("hdtensor.planner.profile.measure_unit", unit)
+    many = dataclasses.replace(FEW, contexts=tuple(range(8, 40)), num_ranks=(2, 3), max_seconds=1.0)
+    found = profile(LLAMA, many)
+    assert 1 <= given[0][0] < len(timed) < 256
+    assert 0.1 < given[0][1] <= 0.25 + 0.1
+    assert len(found.transfers) == 3 * len(given)
+    units, transfers = missing_points(found, many)
+    assert len(units) == 256 - len(found.units)
+    assert transfers
+
+
+def test_transfers_are_measured_though_units_took_all_of_the_time(monkeypatch):
+    def measured(points, *, is_cuda, max_seconds):
+        assert max_seconds > 0
+        return [TransferTime(*point, seconds=1e-3) for point in points]
+
+    monkeypatch.setattr("hdtensor.planner.profile.measure_transfers", measured)
+    tiny = dataclasses.replace(FEW, contexts=(8,), num_ranks=(2,), max_seconds=1e-3)
+    found = profile(LLAMA, tiny)
+    assert found.transfers
+    assert len(found.units) <= 1
+
+
+def test_more_processes_than_a_machine_can_start_are_refused():
+    with pytest.raises(
+        PlannerError, match=r"^num_ranks: 1000 processes are too many .* allowed: up to "
+    ):
+        ProfileOptions(num_ranks=(2, 1000))
+
+
+def test_a_unit_beyond_the_machines_memory_is_refused_before_it_is_made():
+    wide = dataclasses.replace(LLAMA, ffn=1 << 30, hidden=1 << 20)
+    with pytest.raises(
+        PlannerError, match=r"^memory: mlp with tp 1 .* GB of parameters and states"
+    ):
+        measure_unit(
+            wide, UnitPoint("mlp", 1, 1, 8), device=torch.device("cpu"), dtype=torch.float32
+        )

@@ -241,8 +241,9 @@ def test_a_batch_is_dealt_if_some_lanes_can():
     [
         (33, {"mbs": (4,)}, "mbs: 33 samples cannot be dealt to 1 to 8 lanes in micro-batches of 4, one size"),
         (33, {"mbs": (4, 5), "max_lanes": 1}, "mbs: 33 samples cannot be dealt to 1 to 1 lanes"),
-        (3, {"min_lanes": 4}, "mbs: 3 samples cannot be dealt to 4 to 8 lanes"),
-        (64, {"min_lanes": 9}, "mbs: 64 samples cannot be dealt to 9 to 8 lanes"),
+        (3, {"min_lanes": 4}, "min_lanes: 8 devices and 3 samples make at most 3 lanes, got 4"),
+        (64, {"min_lanes": 9}, "min_lanes: 8 devices and 64 samples make at most 8 lanes, got 9"),
+        (14, {"mbs": (2,), "equal_lanes": True, "min_lanes": 2, "max_lanes": 6}, "batch: 14 samples are not the same whole"),
         (64, {"mbs": (128,)}, "mbs: 64 samples cannot be dealt"),
     ],
 )  # fmt: skip

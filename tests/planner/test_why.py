@@ -1,6 +1,7 @@
 """What binds a plan, and what rejected ones lose: each statement is checked by simulating what it is about."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -8,11 +9,12 @@ from hdtensor.planner.cluster_files import parse_cluster
 from hdtensor.planner.emit import Planned, emit, read_planned
 from hdtensor.planner.models import shape_of_config
 from hdtensor.planner.planning import find_plan, make_costs, make_plan, predict
-from hdtensor.planner.simulate import busiest_stage, simulate_strategy
+from hdtensor.planner.simulate import busiest_stage, simulate_strategy, slowest_lane
 from hdtensor.planner.space import SearchOptions, make_space
 from hdtensor.planner.strategy import LaneChoice, StageChoice, Strategy
+from hdtensor.planner.text_report import LANE_WORDS
 from hdtensor.planner.why import find_why, why_of
-from hdtensor.planner.workload import Workload
+from hdtensor.planner.workload import SCHEDULES, Workload
 
 
 MODEL = shape_of_config(
@@ -101,7 +103,11 @@ def test_what_a_search_says_is_true_of_what_it_rejected():
         strategy = known[each["what"]].strategy
         again = simulate_strategy(strategy, cluster, costs, WORK).seconds
         assert again == pytest.approx(each["seconds"])
-        assert each["reason"].startswith(f"{again / summary.prediction.seconds - 1:.2%} slower")
+        assert each["reason"].startswith(f"{again / summary.prediction.seconds - 1:.2%} slower: ")
+        part = each["reason"].split(": ", 1)[1]
+        assert part == "as long in every part, by other ranks or layers" or part.startswith(
+            tuple(LANE_WORDS.values())
+        )
     # No single move that fits is left that makes the step shorter: the last part of planning took them all.
     assert all(
         move.lacking or move.seconds >= summary.prediction.seconds * (1 - 1e-6)
@@ -109,6 +115,25 @@ def test_what_a_search_says_is_true_of_what_it_rejected():
     )
     assert all(a != b for a, b in itertools.pairwise(why["reasons"]))
     assert f"What binds: {why['constraint']}." in " ".join(why["reasons"])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_slowest_lane_without_events_is_that_of_the_events(schedule):
+    cluster = parse_cluster("nodes: [2x H800, 4x H20]\nnetwork: 5 GB/s")
+    work = replace(WORK, zero=1, schedule=schedule)
+    costs = make_costs(MODEL, work, cluster)
+    space = make_space(cluster, costs, work, MODEL.num_layers, SearchOptions(mbs=(1, 2)))
+    result = find_plan(MODEL, space)[1]
+    assert len(result.candidates) >= 2
+    for candidate in result.candidates[:6]:
+        fast = slowest_lane(candidate.strategy, cluster, costs, work)
+        step = simulate_strategy(candidate.strategy, cluster, costs, work)
+        lane = step.attribution()[fast.lane]
+        assert fast.seconds == pytest.approx(step.seconds) == pytest.approx(lane.seconds)
+        for part in ("bottleneck", "balanced", "imbalance", "start", "messages", "fill"):
+            assert getattr(fast, part) == pytest.approx(getattr(lane, part), abs=1e-9)
+        rest = fast.sync + fast.optimizer
+        assert rest == pytest.approx(lane.wait + lane.sync + lane.optimizer)
 
 
 def test_a_plan_comes_in_one_call_with_its_bound_bottleneck_constraint_and_rejected_ones():

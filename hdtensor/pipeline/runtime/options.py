@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import dataclasses
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,6 +19,9 @@ from hdtensor.plan.strategy import StrategyPlan
 
 #: All stages, none, or a choice: numbers of stages in every lane that has them, or pairs (lane, stage).
 StageChoice: TypeAlias = bool | Collection[int | tuple[int, int]]
+
+#: What else ``Runner`` takes by name.
+_ARGUMENTS = ("loss_fn", "schedule", "num_microbatches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,27 @@ class RunnerOptions:
     activation_checkpointing: StageChoice = False
     activation_offload: StageChoice = False
     gradient_dtype: torch.dtype | None = torch.float32
+
+
+def runner_options(given: Mapping[str, Any]) -> RunnerOptions:
+    """Return the options of a runner's keyword arguments.
+
+    Args:
+        given: Name -> value.
+
+    Raises:
+        PlanError: If there is no option of a name; it says the nearest one.
+    """
+    known = [field.name for field in dataclasses.fields(RunnerOptions)]
+    for name in given:
+        if name not in known:
+            every = [*_ARGUMENTS, *known]
+            near = difflib.get_close_matches(name, every, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise PlanError(
+                f"{name[:60]}: a Runner has no such option; it has {', '.join(every)}.{hint}"
+            )
+    return RunnerOptions(**given)
 
 
 def check_same(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,11 +29,11 @@ from hdtensor.pipeline.runtime.lane_plan import LanePlan, lane_plan
 from hdtensor.pipeline.runtime.lane_rank import LaneRank
 from hdtensor.pipeline.runtime.losses import LossFunction, causal_lm_loss
 from hdtensor.pipeline.runtime.options import (
-    RunnerOptions,
     check_same,
     chosen_stages,
     lane_counts,
     lane_sizes,
+    runner_options,
 )
 from hdtensor.pipeline.runtime.recording import Recording
 from hdtensor.pipeline.runtime.surroundings import Surroundings
@@ -41,7 +42,7 @@ from hdtensor.pipeline.runtime.totals import End, Totals
 from hdtensor.pipeline.runtime.watched_parameters import WatchedParameters
 from hdtensor.pipeline.schedule.actions import Action, Kind
 from hdtensor.pipeline.schedule.choose import DEFAULT_MICROBATCHES
-from hdtensor.plan import AnnotationPlan, ModelDescription
+from hdtensor.plan import AnnotationPlan, ModelDescription, StrategyPlan
 
 
 class Runner:
@@ -82,11 +83,11 @@ class Runner:
             options: Those of ``RunnerOptions``.
 
         Raises:
-            PlanError: If the plan does not fit the model, or is no set of pipelines.
+            PlanError: If the plan does not fit the model, or is no set of pipelines, or an option is unknown.
             ScheduleError: If a lane cannot follow the schedule.
         """
         self.model = model
-        self._options = RunnerOptions(**options)
+        self._options = runner_options(options)
         self._loss_fn = losses.ModelLoss(model) if loss_fn is None else loss_fn
         self._schedule_name = schedule
         if not api.is_parallelized(model):
@@ -103,6 +104,9 @@ class Runner:
         plans = [lane_plan(self._plan, lane, names) for lane in self.lanes]
         self._prepare_groups(plans)
         self._rank = dist.get_rank()
+        conflict = plan.batch_conflict() if isinstance(plan, StrategyPlan) else None
+        if conflict is not None and num_microbatches is None and self._rank == 0:
+            warnings.warn(conflict, stacklevel=2)
         found = (i for i, lane in enumerate(self.lanes) if self._rank in lane.ranks)
         self.lane_index = next(found, None)
         num_lanes = len(self.lanes)
