@@ -44,6 +44,7 @@ class Builder:
         self._names: dict[int, str] = dict(loan.names)
         self._used: dict[str, LocalTensor] = {}
         self._counts: Counter[str] = Counter()
+        self._outside = set(loan.names)
 
     def build(self, rank: int, title: str) -> ExecutableGraph:
         """Return the graph."""
@@ -86,7 +87,8 @@ class Builder:
         name = self._names.get(id(tensor))
         if name is None:
             name = self._names[id(tensor)] = self._next("constant")
-        if id(tensor) in self._loan.names or name.startswith("constant"):
+            self._outside.add(id(tensor))
+        if id(tensor) in self._outside:
             self._used.setdefault(name, LocalTensor(name, tuple(tensor.shape), tensor.dtype))
         return name
 

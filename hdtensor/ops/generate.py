@@ -86,18 +86,23 @@ def empty_beside(
     if device is not None and device != local.device:
         return local.new_empty(0, dtype=dtype, device=device)
     found: Any = local if like is None else like
-    while found.dtype != dtype:
-        origin = getattr(found, _ORIGIN, None)
-        if origin is None:
-            made = local.new_empty(0, dtype=dtype)
-            setattr(made, _ORIGIN, local)
-            return made
-        found = origin
+    return found if found.dtype == dtype else _empty_of(found, dtype)
+
+
+#: Where an empty tensor of a graph keeps those of other dtypes that were made beside it, so that there is one of each.
+_SIBLINGS = "_hdtensor_siblings"
+
+
+def _empty_of(local: Any, dtype: torch.dtype) -> torch.Tensor:
+    siblings = getattr(local, _SIBLINGS, None)
+    if siblings is None:
+        siblings = {local.dtype: local}
+        setattr(local, _SIBLINGS, siblings)
+    found = siblings.get(dtype)
+    if found is None:
+        found = siblings[dtype] = local.new_empty(0, dtype=dtype)
+        setattr(found, _SIBLINGS, siblings)
     return found
-
-
-#: Where an empty tensor of a graph keeps the one of another dtype that it was made beside.
-_ORIGIN = "_hdtensor_origin"
 
 
 def generate(binding: Binding, tensor_type: type, device: torch.device | None) -> Run:

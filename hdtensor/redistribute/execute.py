@@ -229,7 +229,7 @@ def is_idle(program: Program) -> bool:
 
 def _as_new(program: Program, local: Tensor, result: Tensor) -> Tensor:
     """Return the result, a copy where it is the old tensor and the plan has steps (elsewhere perhaps)."""
-    if not program.is_new:
+    if not program.is_new or is_idle(program):
         return local
     return result.clone(memory_format=torch.contiguous_format) if program.is_kept else result
 

@@ -115,6 +115,8 @@ def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     plan, sizes = _plan(bound, spec, args[2])
     if not plan.steps:
         same = BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, sizes)
+        if bound.index is None:
+            return lambda x, *_: wrap(x._local_tensor, same)
         return lambda x, *_: wrap(x._local_tensor.view_as(x._local_tensor), same)
     prepare = _Groups(plan, (*bound.spec.subgroups, *spec.subgroups))
     out = BoundSpec.of(spec, bound.shape, contiguous_stride(bound.shape), bound.dtype, sizes)
