@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._C import _disabled_torch_function_impl as no_torch_function
+from torch._dispatch.python import enable_python_dispatcher as traced_composites
 from torch._dynamo import trace_rules
 from torch._library import opaque_object
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -81,6 +82,7 @@ __all__ = [
     "replace_lbfgs_parts",
     "saved_tensor_hooks",
     "storage_of",
+    "traced_composites",
     "use_count",
     "without_modes",
 ]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hdtensor._rank import as_rank
-from hdtensor._torch_compat import new_wrapper, pytree
+from hdtensor._torch_compat import new_wrapper, pytree, traced_composites
 from hdtensor.debug.graph import ExecutableGraph
 from hdtensor.debug.graph_builder import Builder
 from hdtensor.debug.modules import ModuleTracker
@@ -58,7 +58,7 @@ def executable_graph(
         where = _tracker(stack, loan.modules)
         recorder = Recorder(loan.meet, where)
         try:
-            with mode, recorder:
+            with traced_composites(), mode, recorder:
                 results = function(*args, **kwargs)
                 outputs = _outputs(results)
                 if not recorder.recording.has_backward:

@@ -17,7 +17,13 @@ from hdtensor.tensor import HDTensor
 
 
 #: They give a tensor another Python object: no node.
-_TRANSPARENT = ("aten.alias", "aten.detach", "aten.lift_fresh", "aten.resolve_conj", "aten.resolve_neg")
+_TRANSPARENT = (
+    "aten.alias",
+    "aten.detach",
+    "aten.lift_fresh",
+    "aten.resolve_conj",
+    "aten.resolve_neg",
+)
 
 
 class Builder:
@@ -70,7 +76,9 @@ class Builder:
     def _node(self, call: Call) -> GraphNode:
         inputs = tuple(dict.fromkeys(self._name(x) for x in call.inputs))
         op = name_of(call.func)
-        outputs = tuple(LocalTensor(self._new_name(x, op), tuple(x.shape), x.dtype) for x in call.outs)
+        outputs = tuple(
+            LocalTensor(self._new_name(x, op), tuple(x.shape), x.dtype) for x in call.outs
+        )
         return GraphNode(
             name=outputs[0].name if outputs else op,
             op=op,

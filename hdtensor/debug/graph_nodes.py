@@ -29,9 +29,14 @@ class LocalTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def __str__(self) -> str:
+    @property
+    def kind(self) -> str:
+        """Its dtype and shape, such as "float32[4, 8]"."""
         name = str(self.dtype).removeprefix("torch.")
-        return f"{self.name}: {name}[{', '.join(map(str, self.shape))}]"
+        return f"{name}[{', '.join(map(str, self.shape))}]"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,16 +12,22 @@ from hdtensor.debug.recording import Call, Logical, Recording, is_communication,
 
 # Operators that compute nothing: they give another name to memory, move, copy, or fill it.
 _LAYOUT = frozenset(
-    "alias as_strided cat clone contiguous copy detach empty empty_like empty_strided expand fill full full_like lift_fresh "
-    "narrow new_empty new_empty_strided new_full new_ones new_zeros ones ones_like permute reshape resolve_conj resolve_neg scalar_tensor select "
-    "slice split split_with_sizes squeeze t transpose unbind unsqueeze view view_as _reshape_alias _unsafe_view zero zeros "
-    "zeros_like".split()
+    ["alias", "as_strided", "cat", "clone", "contiguous", "copy", "detach", "empty", "empty_like", "empty_strided", "expand", "fill", "full", "full_like", "lift_fresh", "narrow", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "permute", "reshape", "resolve_conj", "resolve_neg", "scalar_tensor", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "view_as", "_reshape_alias", "_unsafe_view", "zero", "zeros", "zeros_like"]
 )
+
+
+#: Python's names of the operators behind ``&``, ``|`` and ``^``, and those that compilers know.
+_BITWISE = {
+    f"__{i}{name}__": f"bitwise_{name}{'_' if i else ''}"
+    for name in ("and", "or", "xor")
+    for i in ("", "i")
+}
 
 
 def name_of(func: object) -> str:
     """Return an operator's name without its overload, such as "aten.mm"."""
-    return str(func._schema.name).replace("::", ".")  # type: ignore[attr-defined]
+    home, _, name = str(func._schema.name).partition("::")  # type: ignore[attr-defined]
+    return f"{home}.{_BITWISE.get(name, name)}"
 
 
 def kind_of(func: object) -> Kind:
@@ -72,9 +78,7 @@ class Parts:
         return "pre" if logical in self._moves_inputs else "forward"
 
 
-def _follow(
-    logical: Sequence[Logical], begin: Iterable[Tensor], *, is_forward: bool
-) -> set[int]:
+def _follow(logical: Sequence[Logical], begin: Iterable[Tensor], *, is_forward: bool) -> set[int]:
     """Return the operators that move tensors or convert them, from or to ``begin`` without any other between."""
     known = {mark_of(x) for x in begin}
     found = set()

@@ -106,29 +106,15 @@ class Loan:
         """Lend what an object holds."""
         if isinstance(value, HDTensor):
             self._lend_tensor(value, name)
-            return
-        if id(value) in self._seen:
-            return
-        if isinstance(value, nn.Module):
+        elif id(value) not in self._seen:
             self._seen[id(value)] = value
-            self._lend_module(value, name)
-        elif isinstance(value, torch.optim.Optimizer):
-            self._seen[id(value)] = value
-            self._lend_optimizer(value, name)
-        elif isinstance(value, functools.partial):
-            self._seen[id(value)] = value
-            for i, part in enumerate((value.func, *value.args, *value.keywords.values())):
-                self._visit(part, f"{name}.{i}" if i else name)
-        elif isinstance(value, MethodType | FunctionType):
-            self._seen[id(value)] = value
-            for inner, known in _known_to(value):
-                self._visit(known, inner)
-        elif isinstance(value, list | tuple):
-            for i, one in enumerate(value):
-                self._visit(one, f"{name}[{i}]")
-        elif isinstance(value, dict):
-            for key, one in value.items():
-                self._visit(one, f"{name}[{key!r}]")
+            if isinstance(value, nn.Module):
+                self._lend_module(value, name)
+            elif isinstance(value, torch.optim.Optimizer):
+                self._lend_optimizer(value, name)
+            else:
+                for inner, part in _parts_of(value, name):
+                    self._visit(part, inner)
 
     def _lend_module(self, module: nn.Module, name: str) -> None:
         prefix = f"{name}." if name else ""
@@ -189,7 +175,9 @@ class Loan:
         local = tensor._local_tensor
         with without_modes(), self._mode:
             if bound is tensor._spec:  # its own rank: also its strides
-                return torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
+                return torch.empty_strided(
+                    local.shape, local.stride(), dtype=local.dtype, device=local.device
+                )
             return torch.empty(bound.local_shape(), dtype=local.dtype, device=local.device)
 
     def _is_fake(self, local: Tensor) -> bool:
@@ -207,6 +195,20 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, HDTensor) else tensor
 
 
+def _parts_of(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a function or a container holds, with names."""
+    if isinstance(value, functools.partial):
+        yield name, value.func
+        yield from ((f"{name}.{i}", part) for i, part in enumerate(value.args))
+        yield from value.keywords.items()
+    elif isinstance(value, MethodType | FunctionType):
+        yield from _known_to(value)
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}[{i}]", part) for i, part in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
+
+
 def _known_to(value: MethodType | FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield what a function knows beside its arguments, with its name."""
     if isinstance(value, MethodType):
@@ -222,10 +224,17 @@ def _known_to(value: MethodType | FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, known
     for name in code.co_names:
         known = function.__globals__.get(name)
-        if isinstance(known, Tensor | nn.Module | torch.optim.Optimizer | FunctionType):
+        if isinstance(known, Tensor | nn.Module | torch.optim.Optimizer) or _is_own(known):
             yield name, known
     for known in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield "default", known
+
+
+def _is_own(known: Any) -> bool:
+    """Return whether this is a function of the program, not of a library that knows no tensors of it."""
+    if not isinstance(known, FunctionType):
+        return False
+    return (known.__module__ or "").partition(".")[0] not in ("torch", "hdtensor")
 
 
 def _content(cell: CellType) -> Any:

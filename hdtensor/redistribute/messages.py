@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
