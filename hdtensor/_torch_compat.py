@@ -12,7 +12,7 @@ from torch._C import _disabled_torch_function_impl as no_torch_function
 from torch._dispatch.python import enable_python_dispatcher as traced_composites
 from torch._dynamo import trace_rules
 from torch._library import opaque_object
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.pipelining._backward import (
@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "DTensorSpec",
+    "DataDependentOutputException",
     "FakeTensorMode",
     "MaskPartial",
     "OpSchema",

@@ -177,6 +177,11 @@ PRIVATE_NAMES = (
         "2.13-2.15",
     ),
     PrivateName(
+        "torch._subclasses.fake_tensor.DataDependentOutputException",
+        "a program that reads values, where there are none",
+        "2.11-2.15",
+    ),
+    PrivateName(
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "output metadata of operators without a C++ meta kernel",
         "2.11-2.15",

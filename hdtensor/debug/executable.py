@@ -13,13 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hdtensor._rank import as_rank
-from hdtensor._torch_compat import new_wrapper, pytree, traced_composites
+from hdtensor._torch_compat import (
+    DataDependentOutputException,
+    new_wrapper,
+    pytree,
+    traced_composites,
+)
 from hdtensor.debug.graph import ExecutableGraph
 from hdtensor.debug.graph_builder import Builder
 from hdtensor.debug.modules import ModuleTracker
 from hdtensor.debug.played import Loan, local_of
 from hdtensor.debug.recording import Recorder, fake_mode
-from hdtensor.errors import HDTensorError, SpecError
+from hdtensor.errors import DeductionError, SpecError
 from hdtensor.ops.special.move import gradient_bound
 from hdtensor.tensor import HDTensor
 
@@ -42,7 +47,7 @@ def executable_graph(
 
     Raises:
         SpecError: If there is no such rank.
-        HDTensorError: What ``fn`` raises for its layouts is passed on, with a note of the rank.
+        DeductionError: If ``fn`` reads a value. What else it raises is passed on, with a note of the rank.
     """
     _check_rank(rank)
     title = _title(fn)
@@ -63,8 +68,13 @@ def executable_graph(
                 outputs = _outputs(results)
                 if not recorder.recording.has_backward:
                     _run_backward(outputs, loan)
+        except DataDependentOutputException as error:
+            raise DeductionError(
+                f"{title} reads a value ({error}), and an executable graph is made without values. Call "
+                f"executable_graph with a function that leaves item(), bool(t) and loops over values out."
+            ) from error
         except Exception as error:
-            error.add_note(_note(rank, title, error))
+            error.add_note(f"while the executable graph of rank {rank} was made of {title}")
             raise
         return Builder(recorder.recording, loan, outputs).build(rank, title)
 
@@ -123,13 +133,3 @@ def _run_backward(outputs: Sequence[tuple[str, Tensor]], loan: Loan) -> None:
             tangent = new_wrapper(HDTensor, local, gradient_bound(root._spec), False)
         tangents.append(tangent)
     torch.autograd.backward(roots, tangents, inputs=list(loan.leaves.values()))
-
-
-def _note(rank: int, title: str, error: Exception) -> str:
-    text = f"while the executable graph of rank {rank} was made of {title}"
-    if isinstance(error, HDTensorError):
-        return text
-    return (
-        f"{text}: it runs on tensors that have shapes and no values. What reads a value (item(), bool(t), a loop over "
-        f"results) cannot be part of it; call executable_graph with the function around which that happens left out."
-    )

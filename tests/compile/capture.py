@@ -19,7 +19,9 @@ def captured(fn: Any, *args: Any) -> list[torch.fx.GraphModule]:
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, inference_compiler=keep)
     out = torch.compile(fn, fullgraph=True, backend=backend)(*args)
     outs = out if isinstance(out, tuple) else (out,)
-    torch.autograd.backward([x for x in outs if x.requires_grad], [torch.ones_like(x) for x in outs])
+    torch.autograd.backward(
+        [x for x in outs if x.requires_grad], [torch.ones_like(x) for x in outs]
+    )
     return found
 
 
@@ -34,6 +36,10 @@ def operators_of(graph: torch.fx.GraphModule) -> list[tuple[Any, tuple[int, ...]
             continue
         is_ordered = node.target is torch.ops.higher_order.with_effects
         operator = node.args[1] if is_ordered else node.target
-        values = [v for v in torch.utils._pytree.tree_leaves(node.meta["val"]) if isinstance(v, torch.Tensor)]
+        values = [
+            v
+            for v in torch.utils._pytree.tree_leaves(node.meta["val"])
+            if isinstance(v, torch.Tensor)
+        ]
         found.append((operator, tuple(values[is_ordered].shape)))
     return found

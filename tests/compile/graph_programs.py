@@ -16,7 +16,9 @@ def tensor(shape, spec, *, below=None):
     """Return the same tensor on every rank, cut; whole numbers below ``below``, else floats that require grad."""
     generator = torch.Generator().manual_seed(sum(shape))
     if below is not None:
-        return hd.distribute_tensor(torch.randint(below, shape, generator=generator), spec, src_data_rank=None)
+        return hd.distribute_tensor(
+            torch.randint(below, shape, generator=generator), spec, src_data_rank=None
+        )
     values = torch.randn(shape, generator=generator)
     return hd.distribute_tensor(values, spec, src_data_rank=None).requires_grad_()
 

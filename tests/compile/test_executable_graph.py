@@ -9,8 +9,18 @@ from torch import nn
 
 import hdtensor as hd
 from hdtensor.debug import executable_graph
-from hdtensor.errors import DeductionError, HDTensorError, SpecError
-from tests.compile.graph_programs import COLUMNS, INNER, PROGRAMS, ROWS, WHOLE, mlp, moves, several, tensor
+from hdtensor.errors import DeductionError, SpecError
+from tests.compile.graph_programs import (
+    COLUMNS,
+    INNER,
+    PROGRAMS,
+    ROWS,
+    WHOLE,
+    mlp,
+    moves,
+    several,
+    tensor,
+)
 from tests.debug.documents import read
 from tests.models.hf import batch, build, strategy
 
@@ -76,7 +86,8 @@ def test_figure_12():
     }
     for rank in (0, 1, 2, 3, 4):
         assert set(kinds[rank][:1]) == {"all_gather"}, "Reshard (id=1) is SplitAG on each of them"
-        assert [n.op for n in graphs[rank].forward if n.kind == "compute"][0] == "aten.gelu"
+        computing = [n.op for n in graphs[rank].forward if n.kind == "compute"]
+        assert computing[0] == "aten.gelu"
     for rank in (0, 3):
         assert kinds[rank][-1] == "reduce_scatter"
         assert graphs[rank].communication[-1].transfer.ranks == (0, 3)
@@ -88,11 +99,15 @@ def test_figure_12():
     for rank in (5, 6):
         (receive,) = graphs[rank].communication
         assert (receive.transfer.ranks, receive.transfer.received_bytes) == ((1,), (192,))
-        assert receive.phase == "forward", "it is the second Reshard, also where it is the first that happens"
+        assert receive.phase == "forward", (
+            "it is the second Reshard, also where it is the first that happens"
+        )
         assert not graphs[rank].pre
         assert all(node.kind != "compute" for node in graphs[rank].nodes)
     assert graphs[7].nodes == ()
-    assert {n.phase for r in range(5) for n in graphs[r].communication if "gather" in n.op} == {"pre"}
+    assert {n.phase for r in range(5) for n in graphs[r].communication if "gather" in n.op} == {
+        "pre"
+    }
 
 
 def test_parameters_are_gathered_before_and_their_gradients_scattered_after():
@@ -106,7 +121,11 @@ def test_parameters_are_gathered_before_and_their_gradients_scattered_after():
         ("reduce_scatter", "post"),
     ]
     assert [n.transfer.sent_bytes for n in graph.communication] == [(64,), (128,)]
-    assert [n.op for n in graph.forward if n.kind == "compute"] == ["aten.mm", "aten.relu", "aten.sum"]
+    assert [n.op for n in graph.forward if n.kind == "compute"] == [
+        "aten.mm",
+        "aten.relu",
+        "aten.sum",
+    ]
     assert "aten.mm" in [n.op for n in graph.backward]
 
 
@@ -140,7 +159,7 @@ def test_modules_and_what_functions_refer_to_are_played_and_given_back():
         lines(executable_graph(fn, x, rank=2).forward)
         for fn in (block, closed_over, functools.partial(Block.forward, block), block.forward)
     ]
-    assert [text.count("mm: float32[2, 12] = aten.mm(x, up)") for text in texts][0] == 1
+    assert texts[0][0] == "mm: float32[2, 12] = aten.mm(x, up)"
     assert all("float32[2, 12] = aten.mm(x, " in text[0] for text in texts)
     assert [(p._local_tensor, p._spec) for p in block.parameters()] == before
     assert block.up.grad is grad
@@ -168,7 +187,9 @@ def test_a_training_step_ends_with_the_optimizer():
         assert "aten.mm" in [node.op for node in graph.backward]
     assert executable_graph(step, x, rank=3).nodes == ()
     assert not optimizer.state
-    assert all(torch.equal(p.to_local(), v) for p, v in zip(block.parameters(), values, strict=True))
+    assert all(
+        torch.equal(p.to_local(), v) for p, v in zip(block.parameters(), values, strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -188,14 +209,20 @@ def test_a_whole_model(llama):
 
     graphs = [executable_graph(loss, inputs, rank=rank) for rank in range(4)]
     layers = [n for n in graphs[0].forward if n.module.startswith("model.layers.0")]
-    assert [n.transfer.ranks for n in layers if n.transfer] == [(0, 1), (0, 1)], "TP 2: two sums a layer"
+    assert [n.transfer.ranks for n in layers if n.transfer] == [(0, 1), (0, 1)], (
+        "TP 2: two sums a layer"
+    )
     assert not [n for n in graphs[2].forward if n.transfer and n.module.startswith("model.layers")]
-    queries = [n.outputs[0].shape for n in graphs[0].forward if n.module.endswith("0.self_attn.q_proj")]
+    queries = [
+        n.outputs[0].shape for n in graphs[0].forward if n.module.endswith("0.self_attn.q_proj")
+    ]
     assert (5 * 12, 16) in queries
     assert {n.transfer.why for n in graphs[0].post if n.transfer} == {"gradients"}
     assert {n.transfer.why for n in graphs[2].post if n.transfer} == {"gradients"}
     assert all(n.kind == "layout" for n in graphs[3].nodes)
-    assert len(graphs[3]) <= 2, "an empty tensor of another dtype for the forward, and for the backward"
+    assert len(graphs[3]) <= 2, (
+        "an empty tensor of another dtype for the forward, and for the backward"
+    )
     assert all(p.grad is None for p in model.parameters())
     assert {type(p._local_tensor) for p in model.parameters()} == {torch.Tensor}
 
@@ -206,7 +233,9 @@ def test_specs_of_a_thousand_ranks():
     w = torch.empty(16, 16, device="meta")
     with hd.as_rank(0):
         x = hd.distribute_tensor(x, spec, src_data_rank=None)
-        w = hd.distribute_tensor(w, spec.replace("S0", "R", 1).replace("S1", "S0"), src_data_rank=None)
+        w = hd.distribute_tensor(
+            w, spec.replace("S0", "R", 1).replace("S1", "S0"), src_data_rank=None
+        )
     whole = spec.replace("S1", "R")
 
     def program(x, w):
@@ -238,9 +267,8 @@ def test_a_program_that_breaks_says_of_which_rank():
     def reads(x):
         return x if hd.item(x.sum().redistribute(WHOLE)) > 0 else -x
 
-    with pytest.raises(HDTensorError) as caught:
+    with pytest.raises(DeductionError, match=r"reads reads a value .* leaves item\(\)"):
         executable_graph(reads, x, rank=0)
-    assert "reads" in "".join(caught.value.__notes__)
     assert type(x._local_tensor) is torch.Tensor
 
 
@@ -255,11 +283,11 @@ def test_every_picture_is_well_formed_and_names_every_operator(program, rank):
     for row, node in zip(rows, graph.nodes, strict=True):
         assert row.startswith(node.name)
         assert node.op in row
-    assert {value for value in drawing.values if value in ("pre", "forward", "backward", "post")} == {
-        node.phase for node in graph.nodes
-    }
+    assert {
+        value for value in drawing.values if value in ("pre", "forward", "backward", "post")
+    } == {node.phase for node in graph.nodes}
     for rectangle in drawing.rectangles:
         assert 0 <= rectangle.x <= rectangle.x + rectangle.width <= drawing.width
         assert 0 <= rectangle.y <= rectangle.y + rectangle.height <= drawing.height
-    assert all(0 <= x and 0 <= y for line in drawing.lines for x, y in line)
+    assert all(x >= 0 and y >= 0 for line in drawing.lines for x, y in line)
     assert graph.svg == executable_graph(program, *PROGRAMS[program](), rank=rank).svg
