@@ -73,7 +73,7 @@ def _send_outside(tensor: HDTensor) -> torch.Tensor:
     """Return a tensor that is whole on its ranks on all others too."""
     spec = tensor.spec
     local = tensor._local_tensor
-    if local.is_meta:
+    if type(local) is torch.Tensor and local.is_meta:
         return local.new_empty(tensor.shape)
     if not dist.is_initialized() or (is_played() and type(local) is torch.Tensor):
         if not tensor.is_local:

@@ -30,14 +30,14 @@ from hdtensor.tensor import HDTensor
 
 
 def executable_graph(
-    fn: Callable[..., Any], *args: Any, rank: int, **kwargs: Any
+    fn: Callable[..., Any], /, *args: Any, rank: int, **kwargs: Any
 ) -> ExecutableGraph:
     """Return what one rank would run of ``fn(*args, **kwargs)``: its own operators and communication, nothing else.
 
     ``fn`` runs once on tensors that have shapes and no values; nothing is computed, sent, or changed. It may be called in
     one process without process groups, or on any rank for any other. Where ``fn`` runs no backward itself and its results
     require grad, their backward follows. ``fn`` may be a whole training step: the optimizer's operators are then part of
-    ``post``. Paper: section 6, appendix A.2.
+    ``post``. What was compiled runs as it was before. Paper: section 6, appendix A.2.
 
     Args:
         fn: A function or a module. Modules, optimizers and tensors that it refers to are found as the arguments are.
@@ -54,6 +54,7 @@ def executable_graph(
     mode = fake_mode()
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_rank(rank))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         loan = Loan(rank, mode)
         stack.callback(loan.give_back)
         function = loan.lend(fn, "" if isinstance(fn, nn.Module) else title)
@@ -63,7 +64,8 @@ def executable_graph(
         where = _tracker(stack, loan.modules)
         recorder = Recorder(loan.meet, where)
         try:
-            with traced_composites(), mode, recorder:
+            # On the meta device it would have operators run as kernels that autograd does not know.
+            with contextlib.nullcontext() if loan.is_meta else traced_composites(), mode, recorder:
                 results = function(*args, **kwargs)
                 outputs = _outputs(results)
                 if not recorder.recording.has_backward:

@@ -15,6 +15,9 @@ PHASES: tuple[Phase, ...] = ("pre", "forward", "backward", "post")
 
 Kind: TypeAlias = Literal["compute", "layout", "communication"]
 
+#: Larger groups are told by their number.
+_MAX_RANKS = 16
+
 
 class LocalTensor(NamedTuple):
     """A tensor as this rank holds it.
@@ -71,8 +74,14 @@ class Transfer:
         else:
             op = f"{self.op} " if self.op else ""
             sent, received = sum(self.sent_bytes), sum(self.received_bytes)
-            text = f"{op}over {list(self.ranks)}, {bytes_text(sent)} in, {bytes_text(received)} out"
+            text = f"{op}over {_who(self.ranks)}, {bytes_text(sent)} in, {bytes_text(received)} out"
         return f"{text}, {self.why}" if self.why else text
+
+
+def _who(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > _MAX_RANKS:
+        return f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
+    return str(list(ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,6 +69,11 @@ class Loan:
         if tensor._spec.rank != self.rank or not self._is_fake(tensor._local_tensor):
             self._lend_tensor(tensor, f"tensor_{len(self.inputs)}")
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether a tensor is on the meta device, where the operators of no device are known."""
+        return any(tensor.is_meta for tensor in self.tensors)
+
     def give_back(self) -> None:
         """Have everything be as it was."""
         for lent in self._lent.values():

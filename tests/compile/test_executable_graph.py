@@ -227,9 +227,27 @@ def test_a_whole_model(llama):
     assert {type(p._local_tensor) for p in model.parameters()} == {torch.Tensor}
 
 
+def test_a_model_without_weights(llama):
+    """On the meta device it communicates as one with weights, though attention runs as other operators there."""
+    with hd.as_rank(0), torch.device("meta"):
+        model = build("llama")
+    with hd.as_rank(0):
+        hd.parallelize(model, strategy(([0, 1], 5), ([2], 3)), device="meta")
+        inputs = hd.distribute_batch(model, {key: x.to("meta") for key, x in batch(0).items()})
+
+    graphs = [
+        executable_graph(lambda model, inputs: model(**inputs).loss, *args, rank=2)
+        for args in ((model, inputs), llama)
+    ]
+    sent = [[(n.transfer, n.phase) for n in graph.communication] for graph in graphs]
+    assert sent[0] == sent[1]
+    assert len(sent[0]) > 1
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
 def test_specs_of_a_thousand_ranks():
     spec = f"S0 / {' '.join(f'{4 * i}-{4 * i + 3}:S1' for i in range(256))}"
-    x = torch.empty(512, 16, device="meta")
+    x = torch.empty(512, 16, device="meta", requires_grad=True)
     w = torch.empty(16, 16, device="meta")
     with hd.as_rank(0):
         x = hd.distribute_tensor(x, spec, src_data_rank=None)
@@ -246,6 +264,15 @@ def test_specs_of_a_thousand_ranks():
     assert (reduce.transfer.kind, reduce.transfer.ranks) == ("all_reduce", (1020, 1021, 1022, 1023))
     assert [n.outputs[0].shape for n in graph.forward if n.op == "aten.mm"] == [(2, 16)]
     assert executable_graph(program, x, w, rank=1024).nodes == ()
+
+
+def test_what_was_compiled_is_seen_as_it_was():
+    compiled = torch.compile(mlp, backend="eager", fullgraph=True)
+    args = PROGRAMS[mlp]()
+    ran = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    graph = executable_graph(compiled, *args, rank=2)
+    assert graph == executable_graph(mlp, *args, rank=2)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == ran
 
 
 @pytest.mark.parametrize("rank", [-1, 1.0, True, None, "0"])
