@@ -219,10 +219,7 @@ def test_a_whole_model(llama):
     assert (5 * 12, 16) in queries
     assert {n.transfer.why for n in graphs[0].post if n.transfer} == {"gradients"}
     assert {n.transfer.why for n in graphs[2].post if n.transfer} == {"gradients"}
-    assert all(n.kind == "layout" for n in graphs[3].nodes)
-    assert len(graphs[3]) <= 2, (
-        "an empty tensor of another dtype for the forward, and for the backward"
-    )
+    assert graphs[3].nodes == ()
     assert all(p.grad is None for p in model.parameters())
     assert {type(p._local_tensor) for p in model.parameters()} == {torch.Tensor}
 
