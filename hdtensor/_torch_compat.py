@@ -371,9 +371,8 @@ def abstract_mesh(mesh_shape: tuple[int, ...], index: int) -> DeviceMesh:
     size = 1
     for axis in mesh_shape:
         size *= axis
-    with without_modes():  # where something is traced, the mesh is no part of it
-        ranks = torch.arange(size, dtype=torch.int).view(mesh_shape)
-        return DeviceMesh("cpu", ranks, _init_backend=False, _rank=index)
+    ranks = torch.arange(size, dtype=torch.int).view(mesh_shape)
+    return DeviceMesh("cpu", ranks, _init_backend=False, _rank=index)
 
 
 #: Where Python bindings of aten functions live, best first.

@@ -122,11 +122,6 @@ PRIVATE_NAMES = (
         "2.11-2.15",
     ),
     PrivateName(
-        "torch.utils._python_dispatch._disable_current_modes",
-        "what is kept for all calls is no part of what is traced",
-        "2.11-2.15",
-    ),
-    PrivateName(
         "torch._C._autograd._top_saved_tensors_default_hooks",
         "whether a module puts a part of its computing off to backward",
         "2.13-2.14",

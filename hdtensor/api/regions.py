@@ -167,9 +167,8 @@ class Region:
             return self.forward(*args, **kwargs)
         if self.only_skips and any(x.is_local for x in inputs):
             return self.forward(*args, **kwargs)
-        if (
-            type(inputs[0]._local_tensor) is not torch.Tensor
-        ):  # traced: every operator is to be seen
+        # What traces is to see every operator.
+        if type(inputs[0]._local_tensor) is not torch.Tensor:
             return self.forward(*args, **kwargs)
         try:
             layout = self.layouts.get(key)

@@ -87,6 +87,11 @@ class Recorder(TorchDispatchMode):
         self._meet, self._module = meet, module
         self._logical: Logical | None = None
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return that placements are to be deduced outside of this mode, as outside of those of a compiler."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_backward = in_backward()

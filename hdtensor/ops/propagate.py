@@ -6,7 +6,6 @@ A tier is a list of ``DTensorSpec`` operands over one abstract mesh. Both tiers 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +19,6 @@ from hdtensor._torch_compat import (
     OpSchema,
     Propagator,
     TensorMeta,
-    without_modes,
 )
 from hdtensor.errors import DeductionError
 
@@ -264,13 +262,11 @@ def output_metas(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     key = _meta_key(func, args, kwargs)
     if key is not None and key in _metas:
         return _metas[key]
-    # Where something is traced, this is no part of it; sizes that are symbols (no key) are the tracer's own.
-    with contextlib.nullcontext() if key is None else without_modes():
-        fake_args, fake_kwargs = map_operands(lambda _, a: _to_meta(a), args, kwargs)
-        try:
-            out = func(*fake_args, **_on_meta(fake_kwargs))
-        except NotImplementedError:
-            out = _run_fake(func, args, kwargs)
+    fake_args, fake_kwargs = map_operands(lambda _, a: _to_meta(a), args, kwargs)
+    try:
+        out = func(*fake_args, **_on_meta(fake_kwargs))
+    except NotImplementedError:
+        out = _run_fake(func, args, kwargs)
     result = _describe(out)
     if key is not None:
         if len(_metas) >= _MAX_METAS:
