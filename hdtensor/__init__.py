@@ -22,7 +22,7 @@ from hdtensor.api.context_parallel import context_parallel
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.factories import empty, full, ones, rand, randn, zeros
 from hdtensor.api.implicit import implicit_replication
-from hdtensor.api.local import from_dtensor, from_local
+from hdtensor.api.local import from_dtensor, from_local, prepare_groups
 from hdtensor.api.local_map import local_map
 from hdtensor.api.modules import distribute_module
 from hdtensor.api.parallelize import no_sync, parallelize, sync_gradients
@@ -125,6 +125,7 @@ __all__ = [
     "parallelize",
     "pipeline",
     "plan_switch",
+    "prepare_groups",
     "rand",
     "randn",
     "resolve",

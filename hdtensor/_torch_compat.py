@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch._C import _disabled_torch_function_impl as no_torch_function
+from torch._dispatch.python import enable_python_dispatcher as traced_composites
 from torch._dynamo import trace_rules
 from torch._library import opaque_object
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.pipelining._backward import (
@@ -38,6 +39,7 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "DTensorSpec",
+    "DataDependentOutputException",
     "FakeTensorMode",
     "MaskPartial",
     "OpSchema",
@@ -81,6 +83,7 @@ __all__ = [
     "replace_lbfgs_parts",
     "saved_tensor_hooks",
     "storage_of",
+    "traced_composites",
     "use_count",
     "without_modes",
 ]

@@ -162,9 +162,19 @@ PRIVATE_NAMES = (
         "2.13-2.15",
     ),
     PrivateName(
+        "torch._dispatch.python.enable_python_dispatcher",
+        "operators are recorded in the parts that compilers take them apart into",
+        "2.11-2.15",
+    ),
+    PrivateName(
         "torch._library.opaque_object",
         "compiled programs take specs for constants",
         "2.13-2.15",
+    ),
+    PrivateName(
+        "torch._subclasses.fake_tensor.DataDependentOutputException",
+        "a program that reads values, where there are none",
+        "2.11-2.15",
     ),
     PrivateName(
         "torch._subclasses.fake_tensor.FakeTensorMode",

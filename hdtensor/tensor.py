@@ -336,7 +336,8 @@ class HDTensor(torch.Tensor):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], bound: BoundSpec, outer_size: Any, outer_stride: Any
     ) -> HDTensor:
-        return new_wrapper(HDTensor, inner["_local_tensor"], bound, False)
+        local = inner["_local_tensor"]
+        return new_wrapper(HDTensor, local, bound, local.requires_grad)
 
     @classmethod
     def __metadata_guard__(cls, traced: BoundSpec, bound: BoundSpec) -> bool:

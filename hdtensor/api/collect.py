@@ -73,9 +73,9 @@ def _send_outside(tensor: HDTensor) -> torch.Tensor:
     """Return a tensor that is whole on its ranks on all others too."""
     spec = tensor.spec
     local = tensor._local_tensor
-    if local.is_meta:
+    if type(local) is torch.Tensor and local.is_meta:
         return local.new_empty(tensor.shape)
-    if not dist.is_initialized() or is_played():
+    if not dist.is_initialized() or (is_played() and type(local) is torch.Tensor):
         if not tensor.is_local:
             raise GroupError(
                 f"full_tensor communicates; rank {current_rank()} holds no part of {spec}."

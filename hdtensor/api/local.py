@@ -34,23 +34,25 @@ from hdtensor.redistribute.resolve import resolve
 from hdtensor.tensor import HDTensor
 
 
-def prepare_groups(*specs: HDSpec, beside: torch.Tensor | None = None) -> None:
+def prepare_groups(*specs: HDSpec | str, beside: torch.Tensor | None = None) -> None:
     """Create the process groups that tensors of these specs need; every rank of the world calls it.
 
     These are each subgroup's mesh axes, and the group over all subgroups that sums a loss's weights. Without process
-    groups (one plain process), or inside ``as_rank``, nothing is created.
+    groups (one plain process), or inside ``as_rank``, nothing is created. Tensors make their own groups; a program that
+    was exported and is loaded by other processes has none.
 
     Args:
-        specs: The specs.
+        specs: The specs, or their short texts.
         beside: A local tensor; where it is being traced the graph creates the groups.
     """
     if not dist.is_initialized() or is_played():
         return
     rank_sets: set[tuple[int, ...]] = set()
-    for spec in specs:
+    known = [as_spec(spec) for spec in specs]
+    for spec in known:
         if spec.num_subgroups > 1:
             rank_sets |= set(scalar_rank_sets(spec))
-    wanted = groups.with_axes(rank_sets, [g for spec in specs for g in spec.subgroups])
+    wanted = groups.with_axes(rank_sets, [g for spec in known for g in spec.subgroups])
     if beside is None or not torch.compiler.is_compiling():
         groups.ensure_groups(sorted(wanted))
     else:

@@ -179,6 +179,9 @@ class Region:
             return self.forward(*args, **kwargs)
         if self.only_skips and any(x.is_local for x in inputs):
             return self.forward(*args, **kwargs)
+        # What traces is to see every operator.
+        if type(inputs[0]._local_tensor) is not torch.Tensor:
+            return self.forward(*args, **kwargs)
         try:
             layout = self.layouts.get(key)
         except TypeError:  # an argument that is no tensor and no constant, such as a cache

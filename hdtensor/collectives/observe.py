@@ -180,8 +180,13 @@ def announce(function: str, ranks: Sequence[int], arguments: str = "") -> None:
     _tell(Call(function=function, ranks=tuple(ranks), arguments=arguments, why=_reason()))
 
 
+def reason() -> str:
+    """Return the innermost reason that ``because`` named, "" outside of any."""
+    return _reasons[-1] if _reasons else ""
+
+
 def _reason() -> str:
-    return _reasons[-1] if _reasons else "redistribute"
+    return reason() or "redistribute"
 
 
 def _num_bytes(buffers: Tensor | Sequence[Tensor]) -> int:

@@ -51,16 +51,28 @@ def flatten(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
         like: Gives dtype and device where there is no piece.
     """
     if type(like) is not Tensor:  # traced: plain operators only
-        return torch.cat([p.reshape(-1) for p in pieces]) if pieces else like.new_empty(0)
+        return join([piece.reshape(-1) for piece in pieces], like)
     out = new_buffer(like, (sum(piece.numel() for piece in pieces),))
     pack_boxes.pack(pieces, as_bytes(out))
     return out
 
 
+def join(flats: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return flat tensors as one, by operators that a graph has only where there is something to join."""
+    if not flats:
+        return like.new_empty(0)
+    return flats[0] if len(flats) == 1 else torch.cat(list(flats))
+
+
+def cut(flat: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Return the parts of a flat tensor, ``join``'s inverse."""
+    return (flat,) if len(sizes) == 1 else torch.split(flat, list(sizes))
+
+
 def unflatten(flat: Tensor, pieces: Sequence[Tensor]) -> None:
     """Write a flat tensor into pieces of its dtype, ``flatten``'s inverse."""
     if type(flat) is not Tensor:
-        parts = torch.split(flat, [piece.numel() for piece in pieces])
+        parts = cut(flat, [piece.numel() for piece in pieces])
         for piece, part in zip(pieces, parts, strict=True):
             piece.copy_(part.view(piece.shape))
     else:

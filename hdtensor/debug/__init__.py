@@ -4,6 +4,8 @@ from hdtensor._config import CONFIG
 from hdtensor.debug import agreement, operators
 from hdtensor.debug.agreement import check_agreement
 from hdtensor.debug.communication import CommunicationCount, count_communication
+from hdtensor.debug.executable import executable_graph
+from hdtensor.debug.graph import ExecutableGraph
 from hdtensor.debug.svg import svg
 from hdtensor.debug.training import write_training_picture
 from hdtensor.debug.transfers import transfer_svg, write_transfer_picture
@@ -12,8 +14,10 @@ from hdtensor.debug.visualize import visualize
 
 __all__ = [
     "CommunicationCount",
+    "ExecutableGraph",
     "check_agreement",
     "count_communication",
+    "executable_graph",
     "svg",
     "transfer_svg",
     "visualize",

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial
 from hdtensor._torch_compat import (
     local_binding,
     new_wrapper,
+    without_modes,
 )
 from hdtensor.ops.binding import LAZY, Binding
 from hdtensor.ops.bound import BoundSpec
@@ -57,23 +58,51 @@ def empty_like_local(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the one empty tensor that stands for "no part here"; nothing ever writes to it."""
     found = _empties.get((dtype, device))
     if found is None:
-        with torch.inference_mode(False):  # else autograd could never meet it again
+        # In inference mode autograd could never meet it again; in one that traces it would be a part of that.
+        with torch.inference_mode(False), without_modes():
             found = _empties[(dtype, device)] = torch.empty(0, dtype=dtype, device=device)
     return found
 
 
 def empty_beside(
-    local: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None
+    local: torch.Tensor,
+    dtype: torch.dtype,
+    like: torch.Tensor | None = None,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return the empty tensor that stands for "no part here" where the operand lies, or on the device asked for.
+    """Return the empty tensor that stands for "no part here" where the operand lies.
 
     A record serves operands on every device: its key holds no device, which differs from rank to rank.
+
+    Args:
+        local: An operand's empty tensor.
+        dtype: Of the result.
+        like: The empty tensor of the operand that has the dtype, if one has.
+        device: Where the caller asked for the result.
     """
     if type(local) is torch.Tensor:
         return empty_like_local(dtype, local.device if device is None else device)
-    return local.new_empty(
-        0, dtype=dtype, device=device
-    )  # traced: the one of all calls is no part of the graph
+    # Traced: the one of all calls is no part of the graph, and an operand's own adds no operator to it.
+    if device is not None and device != local.device:
+        return local.new_empty(0, dtype=dtype, device=device)
+    found: Any = local if like is None else like
+    return found if found.dtype == dtype else _empty_of(found, dtype)
+
+
+#: Where an empty tensor of a graph keeps those of other dtypes that were made beside it, so that there is one of each.
+_SIBLINGS = "_hdtensor_siblings"
+
+
+def _empty_of(local: Any, dtype: torch.dtype) -> torch.Tensor:
+    siblings = getattr(local, _SIBLINGS, None)
+    if siblings is None:
+        siblings = {local.dtype: local}
+        setattr(local, _SIBLINGS, siblings)
+    found = siblings.get(dtype)
+    if found is None:
+        found = siblings[dtype] = local.new_empty(0, dtype=dtype)
+        setattr(found, _SIBLINGS, siblings)
+    return found
 
 
 def generate(binding: Binding, tensor_type: type, device: torch.device | None) -> Run:
@@ -113,12 +142,16 @@ def compiled(source: str) -> Any:
 def _pruned_body(binding: Binding, env: dict[str, Any], device: torch.device | None) -> str:
     if binding.mutated is not None:
         return f"return a{binding.mutated}" if binding.call.func._schema.returns else "return None"
-    env["empty"] = functools.partial(empty_beside, device=device) if device else empty_beside
-    path = next(path for path in binding.call.specs if path not in binding.call.plain)
-    local = f"{_text(path)}._local_tensor"
-    return _return(
-        binding, env, lambda k, bound: f"empty({local}, {_name(env, f't{k}', bound.dtype)})"
-    )
+    env["empty"], env["device"] = empty_beside, device
+    held = {p: b for p, b in binding.call.specs.items() if p not in binding.call.plain}
+    first = next(iter(held))
+
+    def value(k: int, bound: BoundSpec) -> str:
+        like = next((path for path, own in held.items() if own.dtype == bound.dtype), first)
+        locals_ = f"{_text(first)}._local_tensor, {{}}, {_text(like)}._local_tensor"
+        return f"empty({locals_.format(_name(env, f't{k}', bound.dtype))}, device)"
+
+    return _return(binding, env, value)
 
 
 def _text(path: Path) -> str:

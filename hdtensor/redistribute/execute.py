@@ -201,6 +201,8 @@ def make_runner(plan: RedistributePlan, *, reverse: bool = False) -> Callable[[T
         Local tensor before -> local tensor after. Collective over the plan's ranks.
     """
     program = compile_plan(plan, current_rank())
+    if is_idle(program):
+        return lambda local: local
     if len(program.steps) == 1:
         step = program.steps[0][1]
         if step.is_direct and step.jobs[0].is_whole and not jobs.may_pair(step.jobs[0]):
@@ -212,15 +214,22 @@ def make_runner(plan: RedistributePlan, *, reverse: bool = False) -> Callable[[T
 
 def run_program(program: Program, local: Tensor, *, reverse: bool = False) -> Tensor:
     """Return the new local tensor; the caller has checked the old one."""
+    if is_idle(program):
+        return local
     state = [local.detach()]
     for _, step in program.steps:
         run_round([(0, step)], state, BUCKET_BYTES, reverse=reverse)
     return _as_new(program, local, state[0])
 
 
+def is_idle(program: Program) -> bool:
+    """Return whether a rank has no part in a plan and nothing before or after it: not even a copy is made."""
+    return not program.steps and program.shape == (0,)
+
+
 def _as_new(program: Program, local: Tensor, result: Tensor) -> Tensor:
     """Return the result, a copy where it is the old tensor and the plan has steps (elsewhere perhaps)."""
-    if not program.is_new:
+    if not program.is_new or is_idle(program):
         return local
     return result.clone(memory_format=torch.contiguous_format) if program.is_kept else result
 

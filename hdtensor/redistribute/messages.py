@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
@@ -14,7 +13,9 @@ from hdtensor.collectives import observe, operators, p2p
 from hdtensor.collectives.pack import (
     combine_into,
     combine_piece,
+    cut,
     is_alone,
+    join,
     pack,
     receive_buffers,
     unpack,
@@ -111,7 +112,7 @@ def _start_traced(parcels: Sequence[Parcel], reverse: bool) -> Callable[[], None
         flats = [view.reshape(-1) for message in step.sent for view in _views(old, message)]
         result = operators.start(
             "send_recv",
-            torch.cat(flats) if flats else old.new_empty(0),
+            join(flats, old),
             [message.peer for message in step.sent],
             [message.num_elements for message in step.sent],
             [message.peer for message in step.received],
@@ -124,7 +125,7 @@ def _start_traced(parcels: Sequence[Parcel], reverse: bool) -> Callable[[], None
         arrivals = []
         for i, (parcel, result) in enumerate(zip(parcels, results, strict=True)):
             sizes = [message.num_elements for message in parcel.step.received]
-            for message, flat in zip(parcel.step.received, torch.split(result, sizes), strict=True):
+            for message, flat in zip(parcel.step.received, cut(result, sizes), strict=True):
                 views = _views(parcel.new, message)
                 arrivals.append(_Arrival(i, message.term, views, flat, message.peer))
         _deliver_first([a for a in arrivals if a.term == 0], _write_traced)
@@ -135,9 +136,7 @@ def _start_traced(parcels: Sequence[Parcel], reverse: bool) -> Callable[[], None
 
 def _write_traced(flat: Tensor, pieces: Sequence[Tensor], op: Partial | None) -> None:
     """Write or reduce a message by plain operators."""
-    for piece, part in zip(
-        pieces, torch.split(flat, [piece.numel() for piece in pieces]), strict=True
-    ):
+    for piece, part in zip(pieces, cut(flat, [piece.numel() for piece in pieces]), strict=True):
         if op is None:
             piece.copy_(part.view(piece.shape))
         else:

@@ -52,9 +52,9 @@ def move(x: Any, spec: HDSpec, top_sizes: tuple[int, ...] | None, *, reverse: bo
         top_sizes: Exact top extents, or None for the spec's own cut.
         reverse: Whether a backward pass moves it: its messages have their own channel.
     """
-    if torch.compiler.is_compiling():
-        return _OPERATOR(x, spec.text, top_sizes, reverse)
-    if observe.listeners and type(x._local_tensor) is torch.Tensor and not is_played():
+    if torch.compiler.is_compiling() or type(x._local_tensor) is not torch.Tensor:
+        return _OPERATOR(x, spec.text, top_sizes, reverse)  # traced: the operator is seen whole
+    if observe.listeners and not is_played():
         _announce(x._spec, spec, top_sizes, reverse)
     return _move(x, spec, top_sizes, reverse)
 
@@ -115,6 +115,8 @@ def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     plan, sizes = _plan(bound, spec, args[2])
     if not plan.steps:
         same = BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, sizes)
+        if bound.index is None:
+            return lambda x, *_: wrap(x._local_tensor, same)
         return lambda x, *_: wrap(x._local_tensor.view_as(x._local_tensor), same)
     prepare = _Groups(plan, (*bound.spec.subgroups, *spec.subgroups))
     out = BoundSpec.of(spec, bound.shape, contiguous_stride(bound.shape), bound.dtype, sizes)
@@ -122,13 +124,12 @@ def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         check_reducible(op, bound.dtype)
     execute = make_runner(plan, reverse=args[3])
     is_between = spec.top != bound.spec.top or spec.ranks != bound.spec.ranks
-
-    if args[0]._local_tensor.is_meta:  # no values: nothing to send
-        shape = out.local_shape()
-        return lambda x, *_: wrap(x._local_tensor.new_empty(shape), out)
+    shape = out.local_shape()
 
     def run(x: Any, dst: str, top_sizes: Any, reverse: bool, kw: Any) -> Any:
         moves[0] += is_between
+        if type(x._local_tensor) is torch.Tensor and x._local_tensor.is_meta:
+            return wrap(x._local_tensor.new_empty(shape), out)  # no values: nothing to send
         prepare(x._local_tensor)
         with observe.profiled("redistribute"):
             return wrap(execute(x._local_tensor), out)

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import StridedShard, in_backward
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.generate import empty_beside
 from hdtensor.ops.registry import is_hdtensor, special, wrap
 from hdtensor.placements import checks
 from hdtensor.placements.layout import contiguous_stride
@@ -109,7 +110,7 @@ def joined_pieces(tensors: Sequence[Any], dim: int) -> Any:
 
     def run(tensors: Any, *_: Any) -> Any:
         if out.index is None:
-            return wrap(tensors[0]._local_tensor.new_empty(0, dtype=dtype), out)
+            return wrap(empty_beside(tensors[0]._local_tensor, dtype), out)
         return wrap(torch.cat([t._local_tensor for t in tensors], dim), out)
 
     return run
