@@ -22,6 +22,7 @@ from hdtensor.api.forward import accept_plain, make_generate_collective, own_gen
 from hdtensor.api.gradients import GradientSync, gradient_plan, paused, pending_spec
 from hdtensor.api.local import prepare_groups
 from hdtensor.api.parameters import device_of, distribute_parameters, initialize
+from hdtensor.api.regions import Region
 from hdtensor.api.sequences import order_in
 from hdtensor.api.steps import watch_steps
 from hdtensor.collectives import groups
@@ -62,7 +63,7 @@ class ParallelState:
     use_regions: bool = True
     local_modules: tuple[str, ...] = ()
     local: list[local.LocalModule] = field(default_factory=list)
-    regions: list[regions.Region] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
     hooks: list[points.PlacedPoint] = field(default_factory=list)
     restores: list[Callable[[], None]] = field(default_factory=list)
     is_batch_checked: bool = False
@@ -72,9 +73,7 @@ class ParallelState:
     runs_lane: bool = False
     router_hooks: list[RemovableHandle] = field(default_factory=list)
     upkeep: Upkeep = field(init=False)
-    earlier: dict[str, tuple[list[points.PlacedPoint], list[regions.Region]]] = field(
-        default_factory=dict
-    )
+    earlier: dict[str, tuple[list[points.PlacedPoint], list[Region]]] = field(default_factory=dict)
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     @property

@@ -226,7 +226,7 @@ class InputPoint:
 
 
 @torch.compiler.allow_in_graph
-def _cross_in_graph(x: HDTensor, point: HDSpec, is_output: bool) -> HDTensor:
+def _cross_in_graph(x: HDTensor, point: HDSpec, is_output: bool) -> torch.Tensor:
     """Return a tensor in a point's layout; compilers run it while they trace, and keep what it does."""
     wanted = _wanted(x.spec, x.ndim, point, is_output)
     if wanted is x.spec and (is_output or not x.requires_grad):

@@ -55,6 +55,6 @@ class WholeLogits:
 
 
 @torch.compiler.allow_in_graph
-def _whole(x: HDTensor) -> HDTensor:
+def _whole(x: HDTensor) -> torch.Tensor:
     spec = x.spec.replace(top=Replicate()).map_bottom(lambda _: Replicate())
     return x.view_as(x) if spec is x.spec else x.redistribute(spec)

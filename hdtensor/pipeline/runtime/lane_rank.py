@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from hdtensor.api import regions
 from hdtensor.api.module_state import Switches
 from hdtensor.api.parallelize import ParallelState
+from hdtensor.api.points import PlacedPoint
 from hdtensor.pipeline.runtime import losses, stage_points
 from hdtensor.pipeline.runtime.activations import CheckpointedLayer, Offload, checkpoint_layers
 from hdtensor.pipeline.runtime.batches import map_tensors, signature
@@ -90,7 +91,7 @@ class LaneRank:
         self.regions: list[regions.Region] = []
         self.problem: Exception | None = None
         self.means = NO_MEANS
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: Sequence[RemovableHandle | PlacedPoint] = []
         self._checkpointed: list[CheckpointedLayer] = []
         self._offloaded: frozenset[int] = frozenset()
         self._executor: Executor | None = None

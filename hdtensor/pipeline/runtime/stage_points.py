@@ -21,12 +21,14 @@ from hdtensor.tensor import HDTensor
 
 
 #: Model -> the hooks of its newest runner. They follow from the plan, so that earlier runners go on with them.
-_placed: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+_placed: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle | points.PlacedPoint]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def place(
     model: nn.Module, plan: LanePlan, layers: Mapping[int, Sequence[str]]
-) -> list[RemovableHandle]:
+) -> list[RemovableHandle | points.PlacedPoint]:
     """Hook a lane's points into a model; return the handles that take them out.
 
     Layers that begin no stage are hooked too: what the model gives to several layers (positions, masks, a skip
@@ -40,7 +42,7 @@ def place(
     for handle in _placed.pop(model, ()):  # of an earlier runner
         handle.remove()
     _take_out_copied(model)
-    hooks = []
+    hooks: list[RemovableHandle | points.PlacedPoint] = []
     for point in plan.points:
         if point.kind != "stage":
             hooks.append(points.hook_in(model, point))
