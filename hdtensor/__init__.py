@@ -64,7 +64,11 @@ _never_compile(
     "hdtensor.collectives",
     "hdtensor.elastic",
     "hdtensor.ops",
-    "hdtensor.placements",
+    "hdtensor.placements.box",
+    "hdtensor.placements.checks",
+    "hdtensor.placements.layout",
+    "hdtensor.placements.spec",
+    "hdtensor.placements.text",
     "hdtensor.plan",
     "hdtensor.redistribute",
 )
