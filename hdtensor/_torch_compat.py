@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -64,12 +64,14 @@ __all__ = [
     "extend_tangents",
     "group_timeout",
     "in_backward",
+    "is_marked_dynamic",
     "is_profiled",
     "is_traced",
     "keep_effects_of_checkpoints",
     "keep_in_order",
     "keeps_graph",
     "local_binding",
+    "mark_dynamic",
     "never_compile",
     "new_wrapper",
     "no_torch_function",
@@ -146,6 +148,17 @@ def is_traced() -> bool:
     """Return whether what runs is being traced, or runs on tensors without values."""
     mode = _get_current_dispatch_mode()
     return mode is not None and (torch.compiler.is_compiling() or mode.is_infra_mode())
+
+
+def is_marked_dynamic(tensor: torch.Tensor, dim: int) -> bool:
+    """Return whether a user marked a dim as one whose length changes between calls of a compiled program."""
+    marks = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
+    return any(dim in getattr(tensor, name, ()) for name in marks)
+
+
+def mark_dynamic(tensor: torch.Tensor, dims: Iterable[int]) -> None:
+    """Have a compiler take dims for ones whose lengths change, where its program allows it."""
+    torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
 
 
 def saved_tensor_hooks() -> Any:

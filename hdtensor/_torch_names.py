@@ -167,6 +167,11 @@ PRIVATE_NAMES = (
         "2.11-2.15",
     ),
     PrivateName(
+        "torch._dynamo.maybe_mark_dynamic",
+        "extents of a user's choice are open sizes where a tensor's dims are",
+        "2.13-2.15",
+    ),
+    PrivateName(
         "torch._library.opaque_object",
         "compiled programs take specs for constants",
         "2.13-2.15",

@@ -15,8 +15,9 @@ from hdtensor.checkpoint import protocol
 from hdtensor.collectives import groups
 from hdtensor.errors import DeductionError, SpecError
 from hdtensor.ops.border import ToDTensor, ToLocal, gradient_layout, one_subgroup
-from hdtensor.ops.bound import BoundSpec, bound_from_parts, kept_sizes
+from hdtensor.ops.bound import BoundSpec, Layout, bound_from_parts, is_like, kept_sizes
 from hdtensor.ops.dispatch import dispatch
+from hdtensor.ops.inner import bound_of, extents_of, flattened, keep_extents
 from hdtensor.ops.registry import changes, set_tensor_type
 from hdtensor.ops.skips import due_gradient
 from hdtensor.ops.special.move import move
@@ -28,6 +29,8 @@ from hdtensor.placements.spec import HDSpec, Subgroup
 
 
 _torch_grad: Any = torch.Tensor.grad
+_LOCAL = ["_local_tensor"]
+
 #: ``accumulated_grad(tensor)``: its gradient as far as one was made.
 accumulated_grad, _set_grad = _torch_grad.__get__, _torch_grad.__set__
 
@@ -40,13 +43,14 @@ class HDTensor(torch.Tensor):
     ``HDTensor.from_dtensor``; move it with ``redistribute``.
     """
 
-    __slots__ = ("_local_tensor", "_made_grad", "_seen_skips", "_skips", "_spec")
+    __slots__ = ("_local_tensor", "_made_extents", "_made_grad", "_seen_skips", "_skips", "_spec")
 
     _local_tensor: torch.Tensor
     _spec: BoundSpec
     _skips: list[int]  # backwards that passed the parameter's module while this rank skipped it
     _seen_skips: int  # as many when the gradient was cleared
     _made_grad: HDTensor  # the empty gradient that is due then
+    _made_extents: torch.Tensor  # the top extents as a compiler sees them
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
     __torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
@@ -329,19 +333,31 @@ class HDTensor(torch.Tensor):
 
     # -- torch protocols; those of its checkpoints are at the end -----------------------------------
 
-    def __tensor_flatten__(self) -> tuple[list[str], BoundSpec]:
-        return ["_local_tensor"], self._spec
+    def __tensor_flatten__(self) -> tuple[list[str], BoundSpec | Layout]:
+        bound = self._spec
+        return (_LOCAL, bound) if bound.is_alone else flattened(self)
+
+    @property
+    def _extents(self) -> torch.Tensor:
+        return extents_of(self)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], bound: BoundSpec, outer_size: Any, outer_stride: Any
+        inner: dict[str, torch.Tensor],
+        known: BoundSpec | Layout,
+        outer_size: Any,
+        outer_stride: Any,
     ) -> HDTensor:
+        bound = bound_of(inner, known, outer_size, outer_stride)
         local = inner["_local_tensor"]
-        return new_wrapper(HDTensor, local, bound, local.requires_grad)
+        tensor = new_wrapper(HDTensor, local, bound, local.requires_grad)
+        if len(inner) > 1:
+            keep_extents(tensor, inner["_extents"])
+        return tensor
 
     @classmethod
-    def __metadata_guard__(cls, traced: BoundSpec, bound: BoundSpec) -> bool:
-        return bound is traced or traced.is_like(bound)
+    def __metadata_guard__(cls, traced: BoundSpec | Layout, bound: BoundSpec | Layout) -> bool:
+        return bound is traced or is_like(traced, bound)
 
     def _stable_hash_for_caching(self) -> str:
         return stable_hash(self)

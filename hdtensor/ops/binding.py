@@ -17,7 +17,7 @@ from hdtensor._torch_compat import (
 )
 from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError
-from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.bound import BoundSpec, SymbolicBound
 from hdtensor.ops.calls import (
     SHAPE_ARGS,
     SIZE_ARGS,
@@ -29,10 +29,12 @@ from hdtensor.ops.calls import (
     out_top_sizes,
 )
 from hdtensor.ops.decision import Decision
+from hdtensor.ops.open_moves import move_inside
 from hdtensor.ops.propagate import Path
 from hdtensor.ops.registry import events
 from hdtensor.placements import checks
 from hdtensor.placements.layout import Segment, block_segments
+from hdtensor.placements.sizes import is_symbolic
 from hdtensor.redistribute.execute import make_converter
 
 
@@ -239,7 +241,14 @@ def _bottom_step(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """An implicit conversion inside the subgroup, as DTensor makes it."""
     group = bound.spec.subgroups[index]
-    convert = make_converter(group, group.placements, wanted, bound.block_shape(index))
+    block = bound.block_shape(index)
+    if isinstance(bound, SymbolicBound):
+        bound.close_strided()
+    convert = (
+        functools.partial(move_inside, group=group, wanted=wanted, shape=block)
+        if is_symbolic(block)
+        else make_converter(group, group.placements, wanted, block)
+    )
     src = bound.sub(index)
     dst = type(src)(src.mesh, wanted, src.tensor_meta)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import Shard
@@ -22,9 +22,11 @@ from hdtensor.placements.layout import (
     block_shape,
     check_top_sizes,
     contiguous_stride,
+    default_top_sizes,
     local_shape,
     normalize_dim,
 )
+from hdtensor.placements.sizes import hints, same
 from hdtensor.placements.spec import HDSpec, Subgroup
 
 
@@ -41,16 +43,22 @@ class BoundSpec:
         top_sizes: Exact extents of the blocks along a top ``Shard``'s dim, else None.
         rank: Whose view this is.
         index: The rank's subgroup, None where the rank is outside all of them.
+        is_alone: Whether a compiler sees no inner tensor beside the local one (``ops.inner``); None as long as nobody asked.
         is_copy: Whether a view operator had to move data to make the tensor, so that it shares no memory with what it is
             a view of. Writing into it would be lost there; operators that write refuse it.
     """
 
+    #: Whether sizes are still open (``SymbolicBound``).
+    is_symbolic = False
+
     __slots__ = (
         "_local",
+        "_own_cut",
         "_subs",
         "_top",
         "dtype",
         "index",
+        "is_alone",
         "is_copy",
         "rank",
         "shape",
@@ -69,7 +77,9 @@ class BoundSpec:
     rank: int
     index: int | None
     is_copy: bool
+    is_alone: bool | None
     _local: tuple[int, ...] | None
+    _own_cut: bool | None
     _top: DTensorSpec | None
     _subs: list[DTensorSpec | None]
 
@@ -91,7 +101,10 @@ class BoundSpec:
         """Return the interned value; ``top_sizes`` must be exact (``check_top_sizes``)."""
         rank = current_rank()
         key = (spec, tuple(shape), tuple(stride), dtype, top_sizes, rank, is_copy)
-        found = cls._interned.get(key)
+        try:
+            found = cls._interned.get(key)
+        except TypeError:  # sizes that a compiler has not fixed
+            return SymbolicBound._build(*key)
         if found is None:
             if len(cls._interned) >= MAX_INTERNED:
                 cls._interned.clear()
@@ -137,6 +150,8 @@ class BoundSpec:
         bound.is_copy = is_copy
         bound.index = spec.index_of(rank)
         bound._local = None
+        bound._own_cut = None
+        bound.is_alone = None
         bound._top = None
         bound._subs = [None] * spec.num_subgroups
         return bound
@@ -155,14 +170,24 @@ class BoundSpec:
         sizes = "" if self.top_sizes is None else f" top_sizes={self.top_sizes}"
         return f"{tuple(self.shape)} {str(self.dtype)[6:]} {self.spec}{sizes}"
 
-    def is_like(self, other: BoundSpec) -> bool:
-        """Return whether a program traced for this one runs on the other: all but sizes, which the tracer guards itself."""
-        return (
-            other.spec is self.spec
-            and other.top_sizes == self.top_sizes
-            and other.rank == self.rank
-            and other.is_copy == self.is_copy
-        )
+    @property
+    def has_own_cut(self) -> bool:
+        """Whether the spec and the shape tell the top extents: they are no ones of a user's choice, nor a view's."""
+        found = self._own_cut
+        if found is None:
+            sizes = self.top_sizes
+            found = sizes is None or (
+                isinstance(sizes, OwnSizes) and sizes.top_ratio == self.spec.top_ratio
+            )
+            if sizes is not None and not found:
+                own = default_top_sizes(self.spec, self.shape)
+                found = all(map(same, sizes, own or ()))
+            self._own_cut = found
+        return found
+
+    def layout(self, *, has_own_cut: bool) -> Layout:
+        """Return all but sizes."""
+        return Layout(self.spec, self.dtype, self.rank, self.is_copy, has_own_cut)
 
     def with_spec(self, spec: HDSpec, top_sizes: tuple[int, ...] | None = None) -> BoundSpec:
         """Return the same tensor cut otherwise; without ``top_sizes`` by the spec's own cut.
@@ -228,6 +253,97 @@ class BoundSpec:
 
     def _position(self, group: Subgroup) -> int:
         return group.ranks.index(self.rank) if self.rank in group.ranks else 0
+
+
+def is_like(traced: BoundSpec | Layout, other: BoundSpec | Layout) -> bool:
+    """Return whether a program traced for the one runs on the other: all but sizes, which the tracer guards itself."""
+    return (
+        other.spec is traced.spec
+        and other.has_own_cut == traced.has_own_cut
+        and other.rank == traced.rank
+        and other.is_copy == traced.is_copy
+    )
+
+
+class SymbolicBound(BoundSpec):
+    """A bound spec with sizes that a compiler has not fixed. It is in no table: those would keep what is being traced."""
+
+    __slots__ = ()
+
+    is_symbolic = True
+
+    def __hash__(self) -> int:
+        raise TypeError("a bound spec with symbolic sizes is no key of a table.")
+
+    def close_strided(self) -> None:
+        """Fix the sizes where a strided shard has the number of pieces of those that stand for them: what leaves a
+        program, or goes elsewhere, is cut into just as many.
+        """
+        tiers = (self.spec.top, *(p for g in self.spec.subgroups for p in g.placements))
+        if any(map(checks.is_strided, tiers)):
+            for size in self.shape:
+                int(size)
+
+    def hinted(self) -> BoundSpec:
+        """Return the bound spec of the sizes that stand for the symbols."""
+        sizes = None if self.top_sizes is None else hints(self.top_sizes)
+        return BoundSpec.of(
+            self.spec, hints(self.shape), hints(self.stride), self.dtype, sizes, self.is_copy
+        )
+
+
+class OwnSizes(tuple[int, ...]):
+    """Open top extents known to be a spec's own cut, whatever names a compiler has for them; operators hand them on.
+
+    Attributes:
+        top_ratio: That spec's.
+    """
+
+    top_ratio: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], spec: HDSpec) -> OwnSizes:
+        """Return the extents of a tensor that ``spec`` cuts."""
+        own = cls(sizes)
+        own.top_ratio = spec.top_ratio
+        return own
+
+
+class Layout(NamedTuple):
+    """A bound spec without sizes: what a compiled program keeps of a tensor whose sizes change.
+
+    Attributes:
+        spec: How the tensor is cut.
+        dtype: Its elements' type.
+        rank: Whose view this is.
+        is_copy: As ``BoundSpec.is_copy``.
+        has_own_cut: Whether spec and shape tell the top extents.
+    """
+
+    spec: HDSpec
+    dtype: torch.dtype
+    rank: int
+    is_copy: bool
+    has_own_cut: bool
+
+
+def rebound(
+    known: BoundSpec | Layout,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    top_sizes: tuple[int, ...] | None,
+) -> BoundSpec:
+    """Return the bound spec of a tensor of other sizes.
+
+    Args:
+        known: The bound spec, or what is known of it.
+        shape: Global shape.
+        stride: Global strides.
+        top_sizes: Exact top extents; None for the spec's own cut.
+    """
+    if top_sizes is None:
+        top_sizes = default_top_sizes(known.spec, shape)
+    return BoundSpec.of(known.spec, shape, stride, known.dtype, top_sizes, known.is_copy)
 
 
 def bound_from_parts(

@@ -22,6 +22,7 @@ from hdtensor.ops.propagate import (
 )
 from hdtensor.placements import checks
 from hdtensor.placements.layout import contiguous_stride
+from hdtensor.placements.sizes import exact_quotient
 from hdtensor.placements.spec import HDSpec, Subgroup
 
 
@@ -349,11 +350,11 @@ def out_top_sizes(call: Call, path: Path, top: Placement, shape: Sequence[int]) 
     total, length = sum(sizes), shape[top.dim]  # type: ignore[attr-defined]
     if total == length:
         return sizes
-    scaled = [divmod(size * length, total) if total else (0, length) for size in sizes]
-    if any(rest for _, rest in scaled):
+    scaled = [exact_quotient(size * length, total) if total else None for size in sizes]
+    if None in scaled:
         raise DeductionError(
             f"{call.func}: a cut {sizes} of operand {call.name_of(path)!r} is no cut of the result's "
             f"dim {top.dim} of length {length} into whole rows. "  # type: ignore[attr-defined]
             f"Redistribute it to a top Replicate() first."
         )
-    return tuple(quotient for quotient, _ in scaled)
+    return tuple(size for size in scaled if size is not None)

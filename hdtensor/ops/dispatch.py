@@ -18,6 +18,7 @@ from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError
 from hdtensor.ops import foreach, record, writes
 from hdtensor.ops.generate import compiled
+from hdtensor.ops.inner import extents_of
 from hdtensor.ops.operand import make_call
 from hdtensor.ops.propagate import operands
 from hdtensor.ops.registry import (
@@ -180,8 +181,10 @@ def _plain_part(value: Any) -> Any:
 
 def _miss(func: Any, key: Any, args: tuple[Any, ...], kwargs: Any, records: dict[Any, Any]) -> Any:
     kwargs = kwargs or {}
+    if key is not None and any(isinstance(v, torch.SymInt) for _, v in operands(args, kwargs)):
+        key = None  # a table would keep what is being traced
     with observe.profiled("deduce"):
-        if is_traced():
+        if key is not None and is_traced():  # of open sizes it must see what is computed
             with without_modes():  # what traces the program must not see how placements are deduced
                 run = make_run(func, args, kwargs)
         else:
@@ -195,9 +198,18 @@ def _miss(func: Any, key: Any, args: tuple[Any, ...], kwargs: Any, records: dict
         # A pruned call with one result of the first operand's dtype needs no function: that one's empty tensor serves.
         records[key] = getattr(run, "pruned", run)
     result = run(*args, kwargs)
-    if key is not None and _follows_default_dtype(args, kwargs, result):
+    if key is None:
+        _keep_extents(result)
+    elif _follows_default_dtype(args, kwargs, result):
         records[key] = _by_default_dtype(func, run)
     return result
+
+
+def _keep_extents(result: Any) -> None:
+    """Make what a compiler needs of results beside their local tensors, while it traces their operator."""
+    for tensor in result if isinstance(result, list | tuple) else (result,):
+        if is_hdtensor(tensor) and tensor._spec.is_symbolic and not tensor._spec.has_own_cut:
+            extents_of(tensor)
 
 
 def _miss_and_touch(

@@ -59,7 +59,7 @@ def _view(call: Call) -> TensorMeta | None:
         if not known or numel % known:
             return None
         shape[shape.index(-1)] = numel // known
-    fits = min(shape, default=0) >= 0 and math.prod(shape) == numel
+    fits = all(n >= 0 for n in shape) and math.prod(shape) == numel
     return _contiguous(shape, bound.dtype) if fits else None
 
 
@@ -151,7 +151,7 @@ def _pad(call: Call) -> TensorMeta | None:
     shape = list(bound.shape)
     for i in range(0, len(pad), 2):
         shape[-1 - i // 2] += pad[i] + pad[i + 1]
-    return _contiguous(shape, bound.dtype) if min(shape, default=1) > 0 else None
+    return _contiguous(shape, bound.dtype) if all(n > 0 for n in shape) else None
 
 
 def _cat(call: Call) -> TensorMeta | None:
@@ -163,7 +163,7 @@ def _cat(call: Call) -> TensorMeta | None:
     if not -num_dims <= dim < num_dims or len(bounds) != len(call.args[0]):
         return None
     shapes = [(*b.shape[: dim % num_dims], -1, *b.shape[dim % num_dims + 1 :]) for b in bounds]
-    if any(len(b.shape) != num_dims for b in bounds) or len(set(shapes)) > 1:
+    if any(len(b.shape) != num_dims for b in bounds) or any(s != shapes[0] for s in shapes):
         return None
     shape = list(first.shape)
     shape[dim] = sum(b.shape[dim] for b in bounds)
@@ -190,7 +190,7 @@ def _like_second(call: Call) -> TensorMeta | None:
 def _whole_of_part(call: Call) -> TensorMeta | None:
     """The backward of a slice or a select: the shape is an argument."""
     shape = call.args[1]
-    return _contiguous(shape, call.specs[(0,)].dtype) if min(shape, default=0) >= 0 else None
+    return _contiguous(shape, call.specs[(0,)].dtype) if all(n >= 0 for n in shape) else None
 
 
 _FORMULAS: dict[Any, Formula] = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hdtensor.ops import deduce
+from hdtensor.ops import deduce, symbolic
 from hdtensor.ops.binding import Binding
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.calls import RESHAPES, SHAPE_ARGS, Call, as_list, check_same_cut
@@ -24,6 +24,7 @@ from hdtensor.ops.generate import Run, generate
 from hdtensor.ops.metas import metas_of
 from hdtensor.ops.propagate import PROPAGATOR, operands
 from hdtensor.placements import checks
+from hdtensor.placements.sizes import same
 
 
 aten = torch.ops.aten
@@ -52,11 +53,28 @@ def make_record(call: Call, tensor_type: type, device: torch.device | None) -> R
         DeductionError: As ``deduce.decide`` does.
     """
     counts["records"] += 1
+    if symbolic.has_open_sizes(call):
+        return generate(_bind_open(call), tensor_type, device)
     key = sizeless_key(call)
     metas = metas_of(call, key if key is not None and _is_fixed_by(call) else None)
     call = _resolve_shape(call, metas)
     decision = decision_of(call, metas, key)
     return generate(Binding(call, decision, metas), tensor_type, device)
+
+
+def _bind_open(call: Call) -> Binding:
+    """Return the binding of a call with sizes that a compiler has not fixed."""
+    known = symbolic.hinted(call)
+    key = sizeless_key(known)
+    known_metas = metas_of(known, key if key is not None and _is_fixed_by(known) else None)
+    metas = symbolic.open_metas(call, known_metas)
+    call, known = _resolve_shape(call, metas), _resolve_shape(known, known_metas)
+    if call.func in RESHAPES:
+        return Binding(call, deduce.decide(call, metas), metas)
+    key = sizeless_key(call)
+    check_same_cut(call)
+    decision = decision_of(known, known_metas, None if key is None else ("open", key))
+    return Binding(call, decision, metas)
 
 
 def _resolve_shape(call: Call, metas: Any) -> Call:
@@ -108,10 +126,12 @@ def sizeless_key(call: Call) -> Any:
     first = next(iter(call.specs.values()))
     parts: list[Any] = [call.func, first.rank, torch.get_default_dtype()]
     if shape_position is not None:  # a new tensor is cut as the operand if it has its shape
-        parts.append(list(call.args[shape_position]) == list(first.shape))
+        wanted = list(call.args[shape_position])
+        parts.append(len(wanted) == len(first.shape) and all(map(same, wanted, first.shape)))
     for path, value in operands(call.args, call.kwargs):
         if isinstance(value, BoundSpec):
-            parts += [path, value.spec, value.dtype, _kinds(value)]
+            kinds = symbolic.open_kinds(value) if value.is_symbolic else _kinds(value)
+            parts += [path, value.spec, value.dtype, kinds]
         elif shape_position is None or path[0] != shape_position:
             parts += [path, type(value), literal_key(call.func, path[0], value)]
         else:
@@ -154,7 +174,7 @@ def literal_key(func: Any, where: Any, value: Any) -> Any:
     size changes at every step.
     """
     kind = type(value)
-    if kind in (int, float):
+    if kind in (int, float, torch.SymInt):
         return value if is_static(func, where) else kind
     return value
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from hdtensor._torch_compat import extend_tangents
-from hdtensor.ops.bound import BoundSpec
+from hdtensor.errors import DeductionError
+from hdtensor.ops.bound import BoundSpec, Layout, kept_sizes, rebound
+from hdtensor.ops.inner import extents_of, flattened, keep_extents, with_inner
 from hdtensor.ops.registry import tensor_type, wrap
 from hdtensor.ops.shard import shard_of
 from hdtensor.ops.special.move import gradient_bound, move
@@ -25,17 +27,36 @@ def as_tangent(output: Any) -> Any:
     """
     extend_tangents(tensor_type(), _from_plain)
     bound = gradient_bound(output._spec)
-    return output if bound is output._spec else wrap(output._local_tensor, bound)
+    if bound.spec is output._spec.spec:
+        return output
+    tangent = wrap(output._local_tensor, bound)
+    if len(flattened(output)[0]) > 1:
+        keep_extents(tangent, extents_of(output))
+    return tangent
 
 
-def _from_plain(grad: torch.Tensor, bound: BoundSpec) -> Any:
+def _from_plain(grad: torch.Tensor, known: BoundSpec | Layout) -> Any:
     """Return a whole plain gradient, alike on every rank, in the layout that was guessed."""
+    if isinstance(known, BoundSpec):
+        bound = known
+    elif known.has_own_cut:
+        bound = rebound(known, grad.shape, grad.stride(), None)
+    else:
+        raise DeductionError(
+            f"no gradient came to an output of the compiled function that is cut by extents of its own ({known.spec}), so "
+            f"that its shards' sizes are not known here. Use it in the loss, or return it detached."
+        )
     return wrap(shard_of(grad, bound), bound)
 
 
-def like_tangent(grad: Any, bound: BoundSpec) -> Any:
+def like_tangent(grad: Any, known: BoundSpec | Layout) -> Any:
     """Return a gradient in the layout that was guessed; every rank of both calls it."""
-    return move(grad, bound.spec, bound.top_sizes, reverse=True)
+    bound = grad._spec
+    sizes = known.top_sizes if isinstance(known, BoundSpec) else kept_sizes(bound, known.spec, None)
+    if bound.spec is not known.spec or (sizes is not None and sizes != bound.top_sizes):
+        grad = move(grad, known.spec, None if sizes is None else tuple(sizes), reverse=True)
+    is_one = isinstance(known, BoundSpec) or known.has_own_cut
+    return with_inner(grad, has_extents=not is_one)
 
 
 def stable_hash(tensor: Any) -> str:

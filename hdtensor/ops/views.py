@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from hdtensor._torch_compat import StridedShard
 from hdtensor.placements import checks
 from hdtensor.placements.layout import num_pieces
+from hdtensor.placements.sizes import exact_quotient, hint, is_open, same
 
 
 class CutDim(NamedTuple):
@@ -31,8 +32,7 @@ class CutDim(NamedTuple):
 
     def scale(self, size: int) -> int | None:
         """Return an extent on the output dim, None if a boundary falls inside a step."""
-        quotient, rest = divmod(size * self.numerator, self.denominator)
-        return None if rest else quotient
+        return exact_quotient(size * self.numerator, self.denominator)
 
 
 def starts(dim: int, src: Sequence[int], dst: Sequence[int]) -> list[CutDim]:
@@ -43,7 +43,7 @@ def starts(dim: int, src: Sequence[int], dst: Sequence[int]) -> list[CutDim]:
     before, inner = math.prod(src[:dim]), math.prod(src[dim + 1 :])
     passed, found = 1, []
     for k, size in enumerate(dst):
-        if passed == before:
+        if same(passed, before):
             found.append(CutDim(k, inner, math.prod(dst[k + 1 :])))
         passed *= size
     return found
@@ -79,7 +79,8 @@ def view_top(
     merged = None if found else _merge(dim, src, dst)
     if merged is None:
         return None
-    return merged, tuple(size * num_pieces(merged) for size in sizes)
+    placement, pieces = merged
+    return placement, tuple(size * pieces for size in sizes)
 
 
 def _strided_top(
@@ -88,13 +89,14 @@ def _strided_top(
     """(B*S, H) cut as B strided pieces -> (B, S, H) cut on S, or kept where the dim stays."""
     dim, pieces = top.dim, num_pieces(top)  # type: ignore[attr-defined]
     cut = follow(dim, src, dst)
-    if cut is not None and dst[cut.dim] == src[dim] and cut.numerator == cut.denominator:
+    if cut is not None and _is_kept(cut, dim, src, dst):
         return StridedShard(cut.dim, split_factor=pieces), tuple(sizes)
-    before, inner = math.prod(src[:dim]) * pieces, math.prod(src[dim + 1 :])
+    outer, inner = math.prod(src[:dim]), math.prod(src[dim + 1 :])
     for k in range(1, len(dst)):
-        if math.prod(dst[:k]) == before:
+        before = math.prod(dst[:k])
+        if hint(before) == hint(outer) * pieces:
             moved = CutDim(k, inner, math.prod(dst[k + 1 :]))
-            scaled = [moved.scale(size // pieces) for size in sizes]
+            scaled = [moved.scale(size // (before // outer)) for size in sizes]
             if dst[k] != 1 and not any(size is None for size in scaled):
                 return Shard(k), tuple(size for size in scaled if size is not None)
     return None
@@ -133,7 +135,7 @@ def _follow_shard(
     placement: Placement, dim: int, parts: int, src: Sequence[int], dst: Sequence[int]
 ) -> Placement | None:
     cut = follow(dim, src, dst)
-    if cut is not None and dst[cut.dim] == src[dim] and cut.numerator == cut.denominator:
+    if cut is not None and _is_kept(cut, dim, src, dst):
         if checks.is_strided(placement):
             return StridedShard(cut.dim, split_factor=placement.split_factor)  # type: ignore[attr-defined]
         return Shard(cut.dim)  # the dim is kept whole: any chunking stays
@@ -145,20 +147,32 @@ def _follow_shard(
     if cut is not None:
         share = cut.scale(src[dim] // parts)
         return Shard(cut.dim) if share is not None else None
-    return _merge(dim, src, dst)
+    merged = _merge(dim, src, dst)
+    if merged is None or (is_open(merged[1]) and is_open(src[dim])):
+        return None  # how many pieces there are would have to be known to join them
+    return merged[0]
 
 
-def _merge(dim: int, src: Sequence[int], dst: Sequence[int]) -> Placement | None:
-    """(B, S, H) cut on S -> (B*S, H): every of the B pieces is cut, a strided shard."""
+def _is_kept(cut: CutDim, dim: int, src: Sequence[int], dst: Sequence[int]) -> bool:
+    """Whether the dim is as long and as far inside as before."""
+    return same(dst[cut.dim], src[dim]) and same(cut.numerator, cut.denominator)
+
+
+def _merge(dim: int, src: Sequence[int], dst: Sequence[int]) -> tuple[Placement, int] | None:
+    """(B, S, H) cut on S -> (B*S, H): every of the B pieces is cut, a strided shard; and their number.
+
+    A placement holds no open size: there it has the one that stands for it (``layout`` knows).
+    """
     for k in range(len(dst)):
         before = math.prod(dst[:k])
         for first in range(dim):
             if (
-                math.prod(src[:first]) == before
-                and math.prod(src[first : dim + 1]) == dst[k]
-                and math.prod(src[dim + 1 :]) == math.prod(dst[k + 1 :])
+                same(math.prod(src[:first]), before)
+                and same(math.prod(src[first : dim + 1]), dst[k])
+                and same(math.prod(src[dim + 1 :]), math.prod(dst[k + 1 :]))
             ):
-                return StridedShard(k, split_factor=math.prod(src[first:dim]))
+                pieces = math.prod(src[first:dim])
+                return StridedShard(k, split_factor=hint(pieces)), pieces
     return None
 
 
@@ -167,14 +181,14 @@ def _unmerge(
 ) -> Placement | None:
     """(B*S, H) cut as B strided pieces -> (B, S, H) cut on S."""
     pieces = placement.split_factor  # type: ignore[attr-defined]
-    before = math.prod(src[:dim])
-    if src[dim] % (pieces * parts):
+    before = hint(math.prod(src[:dim]))
+    length, inner = hint(src[dim]), hint(math.prod(src[dim + 1 :]))
+    if length % (pieces * parts):
         return None
     for k in range(1, len(dst)):
-        if math.prod(dst[:k]) == before * pieces and dst[k] % parts == 0:
-            inner = math.prod(dst[k + 1 :])
-            if src[dim] // pieces * math.prod(src[dim + 1 :]) == dst[k] * inner:
-                return Shard(k)
+        starts_there = hint(math.prod(dst[:k])) == before * pieces and dst[k] % parts == 0
+        if starts_there and length // pieces * inner == hint(math.prod(dst[k:])):
+            return Shard(k)
     return None
 
 

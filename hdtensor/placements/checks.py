@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor.errors import SpecError
+from hdtensor.placements.sizes import is_open
 
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def int_tuple(name: str, values: Iterable[int]) -> tuple[int, ...]:
     for value in values:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise SpecError(f"{name} must hold integers, got {value!r} in {shown(values)}.")
-        out.append(operator.index(value))
+        out.append(value if is_open(value) else operator.index(value))
     return tuple(out)
 
 

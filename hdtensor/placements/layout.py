@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from hdtensor.errors import SpecError
 from hdtensor.placements import checks
 from hdtensor.placements.box import Box
+from hdtensor.placements.sizes import exact_quotient, is_open, is_symbolic
 from hdtensor.placements.spec import HDSpec, Subgroup
 
 
@@ -51,7 +52,11 @@ def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
     >>> chunk_sizes(5, 4)
     (2, 2, 1, 0)
     """
-    size = -(-length // num_chunks)
+    size = (length + num_chunks - 1) // num_chunks
+    if num_chunks == 2:  # nothing to compare: an open length stays open
+        return size, length - size
+    if length % num_chunks == 0:
+        return (size,) * num_chunks
     return tuple(max(0, min(size, length - i * size)) for i in range(num_chunks))
 
 
@@ -82,8 +87,8 @@ def default_top_sizes(spec: HDSpec, shape: Sequence[int]) -> tuple[int, ...] | N
         return None
     _check_dim(dim, shape, spec)
     pieces = num_pieces(spec.top)
-    length, rest = divmod(shape[dim], pieces)
-    if rest:
+    length = exact_quotient(shape[dim], pieces)
+    if length is None:
         raise SpecError(
             f"the top {checks.placement_text(spec.top)} of {spec} cuts {pieces} equal pieces, which "
             f"dim {dim} of shape {tuple(shape)} is not."
@@ -118,7 +123,8 @@ def check_top_sizes(
         raise SpecError(f"top_sizes {sizes} needs a top Shard, but the spec is {spec}.")
     _check_dim(dim, shape, spec)
     length, pieces = shape[dim], num_pieces(spec.top)
-    if len(sizes) != spec.num_subgroups or min(sizes) < 0 or sum(sizes) != length:
+    is_negative = any(size < 0 for size in sizes)
+    if len(sizes) != spec.num_subgroups or is_negative or sum(sizes) != length:
         raise SpecError(
             f"top_sizes must be {spec.num_subgroups} extents >= 0 that add up to {length} "
             f"(dim {dim} of shape {tuple(shape)}), got {sizes} (sum {sum(sizes)})."
@@ -142,6 +148,9 @@ def block_segments(
         return tuple(segments)
     assert top_sizes is not None, f"pass check_top_sizes's extents for {spec}"
     pieces = num_pieces(spec.top)
+    if pieces > 1 and is_open(shape[dim]):  # only its extent is known
+        segments[dim] = (Segment(0, top_sizes[index]),)
+        return tuple(segments)
     length = shape[dim] // pieces
     first, size = sum(top_sizes[:index]) // pieces, top_sizes[index] // pieces
     segments[dim] = tuple(
@@ -263,11 +272,21 @@ def owned_boxes(
     )
 
 
-@functools.lru_cache(maxsize=65536)
 def local_shape(
     spec: HDSpec, shape: tuple[int, ...], top_sizes: tuple[int, ...] | None, rank: int
 ) -> tuple[int, ...]:
     """Return the shape of a rank's local tensor; ``(0,)`` for a rank outside every subgroup."""
+    try:
+        return _known_local_shape(spec, shape, top_sizes, rank)
+    except TypeError:
+        if not is_symbolic(shape):
+            raise
+        return _local_shape(spec, shape, top_sizes, rank)
+
+
+def _local_shape(
+    spec: HDSpec, shape: tuple[int, ...], top_sizes: tuple[int, ...] | None, rank: int
+) -> tuple[int, ...]:
     index = spec.index_of(rank)
     if index is None:
         return (0,)
@@ -275,6 +294,9 @@ def local_shape(
     block = block_segments(spec, shape, index, top_sizes)
     segments = subgroup_segments(group, group.coordinate(rank), block)
     return tuple(sum(run.stop - run.start for run in runs) for runs in segments)
+
+
+_known_local_shape = functools.lru_cache(maxsize=65536)(_local_shape)
 
 
 def owners(
@@ -303,6 +325,8 @@ def _take(
 ) -> tuple[Segment, ...]:
     """Cut the indices of ``segments`` into ``pieces``, each into chunks; keep chunk ``position``."""
     length = sum(run.stop - run.start for run in segments)
+    if pieces > 1 and is_open(length):  # a view of open sizes made the pieces, and cut them evenly
+        return (Segment(0, length // num_chunks),)
     taken: list[Segment] = []
     start = 0
     for piece in chunk_sizes(length, pieces):

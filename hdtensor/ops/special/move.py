@@ -15,9 +15,11 @@ from hdtensor._rank import is_played
 from hdtensor._torch_compat import raw_apply
 from hdtensor.collectives import groups, observe, operators
 from hdtensor.collectives.split import check_reducible, check_terms
-from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.bound import BoundSpec, SymbolicBound
+from hdtensor.ops.open_moves import move_between
 from hdtensor.ops.registry import call, moves, special, wrap
 from hdtensor.placements.layout import check_top_sizes, contiguous_stride
+from hdtensor.placements.sizes import hints, is_symbolic, same
 from hdtensor.placements.spec import HDSpec, Subgroup
 from hdtensor.redistribute.execute import make_runner
 from hdtensor.redistribute.program import compile_plan, partners
@@ -27,7 +29,7 @@ from hdtensor.redistribute.topology import topology_in_use
 
 
 _library = torch.library.Library("hdtensor", "DEF")
-_library.define("redistribute(Tensor x, str dst, int[]? top_sizes, bool reverse) -> Tensor")
+_library.define("redistribute(Tensor x, str dst, SymInt[]? top_sizes, bool reverse) -> Tensor")
 
 
 def _plain(x: torch.Tensor, dst: str, top_sizes: Any, reverse: bool) -> torch.Tensor:
@@ -71,7 +73,6 @@ def gradient_spec(spec: HDSpec) -> HDSpec:
     return spec.replace(top=Replicate()) if isinstance(spec.top, Partial) else spec
 
 
-@functools.lru_cache(maxsize=8192)
 def gradient_bound(bound: BoundSpec) -> BoundSpec:
     """Return the layout of a gradient that comes back into a tensor: ``Partial`` becomes ``Replicate``."""
     spec = gradient_spec(bound.spec)
@@ -112,6 +113,8 @@ _move = raw_apply(_Move)
 def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = args[0]._spec
     spec = HDSpec.from_text(args[1])
+    if bound.is_symbolic or is_symbolic(args[2] or ()):
+        return _open(bound, spec, args[2])
     plan, sizes = _plan(bound, spec, args[2])
     if not plan.steps:
         same = BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, sizes)
@@ -135,6 +138,24 @@ def _redistribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return wrap(execute(x._local_tensor), out)
 
     return run
+
+
+def _open(bound: BoundSpec, spec: HDSpec, top_sizes: Any) -> Any:
+    """Return what moves a tensor whose sizes a compiler has not fixed."""
+    known = bound
+    if isinstance(bound, SymbolicBound):
+        bound.close_strided()
+        known = bound.hinted()
+    plan, _ = _plan(known, spec, None if top_sizes is None else hints(top_sizes))
+    for op in compile_plan(plan, bound.rank).reductions:
+        check_reducible(op, bound.dtype)
+    sizes = check_top_sizes(spec, bound.shape, top_sizes)
+    if spec is bound.spec and all(map(same, sizes or (), bound.top_sizes or ())):
+        return lambda x, *_: wrap(x._local_tensor.view_as(x._local_tensor), bound)
+    out = BoundSpec.of(spec, bound.shape, contiguous_stride(bound.shape), bound.dtype, sizes)
+    return lambda x, dst, top_sizes, reverse, kw: wrap(
+        move_between(x._local_tensor, bound, out, reverse=reverse), out
+    )
 
 
 class _Groups:
