@@ -6,13 +6,17 @@ values of the first one as long as it has its key.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import hdtensor.triton_kernels.counter_random as counter_random
+from hdtensor._rank import current_rank
 from hdtensor._torch_compat import keep_effects_of_checkpoints, keep_in_order
+from hdtensor.ops.bound import BoundSpec
+from hdtensor.placements.layout import contiguous_stride, owned_boxes
+from hdtensor.placements.spec import HDSpec
 
 
 #: A 64-bit integer; in a graph an int64 tensor of no dims that holds it.
@@ -35,11 +39,23 @@ def draw_key(beside: Tensor) -> Tensor:
     return _ops.draw_key(beside)
 
 
+class Owned(NamedTuple):
+    """Stands for the places of all that a rank owns of a tensor whose sizes a compiler has not fixed.
+
+    Attributes:
+        bound: The tensor.
+        offset: How much of dim 0 of a larger batch's tensor lies before it.
+    """
+
+    bound: BoundSpec
+    offset: int
+
+
 def fill(
     kind: str,
     out: Tensor,
     key: Key,
-    start: tuple[int, ...],
+    start: tuple[int, ...] | Owned,
     strides: tuple[int, ...],
     low: float = 0,
     high: float = 0,
@@ -48,14 +64,18 @@ def fill(
 
     Args:
         kind: The function's name.
-        out: The box.
+        out: The box, or all that the rank owns.
         key: As drawn.
-        start: Global index of the box's first element.
+        start: Global index of the box's first element, or ``Owned``.
         strides: Strides of the global tensor in elements.
         low: The function's first parameter after these.
         high: Its second one, if it has two.
     """
-    if isinstance(key, Tensor):
+    if isinstance(start, Owned):
+        bound = start.bound
+        place = bound.spec.text, bound.shape, bound.top_sizes, start.offset
+        out.copy_(_ops.counter_draw_owned(out, key, kind, *place, low, high))
+    elif isinstance(key, Tensor):
         out.copy_(_ops.counter_draw(out, key, kind, start, strides, low, high))
     else:
         _fill(kind, out, key, start, strides, low, high)
@@ -88,6 +108,19 @@ def _counter_draw(
     return out
 
 
+def _counter_draw_owned(like: Tensor, key: Tensor, kind: str, spec: str, *rest: Any) -> Tensor:
+    shape, top_sizes, offset, low, high = rest
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    sizes = None if top_sizes is None else tuple(top_sizes)
+    strides = contiguous_stride(shape)
+    for owned in owned_boxes(HDSpec.from_text(spec), tuple(shape), sizes, current_rank()):
+        start = owned.box.start
+        if offset:
+            start = (start[0] + offset, *start[1:])
+        _fill(kind, out[owned.local_slices], int(key.item()), start, strides, low, high)
+    return out
+
+
 # A key must be drawn as often, and in the order, that the program says: every rank's generator goes on alike.
 _library.define("draw_key(Tensor beside) -> Tensor")
 _library.impl("draw_key", lambda beside: torch.tensor(next_key()), "CompositeExplicitAutograd")
@@ -104,6 +137,17 @@ _library.define(
 _library.impl("counter_draw", _counter_draw, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "hdtensor::counter_draw",
+    lambda like, *rest: torch.empty_like(like, memory_format=torch.contiguous_format),
+    lib=_library,
+)
+
+_library.define(
+    "counter_draw_owned(Tensor like, Tensor key, str kind, str spec, SymInt[] shape, SymInt[]? top_sizes, SymInt offset, "
+    "Scalar low, Scalar high) -> Tensor"
+)
+_library.impl("counter_draw_owned", _counter_draw_owned, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "hdtensor::counter_draw_owned",
     lambda like, *rest: torch.empty_like(like, memory_format=torch.contiguous_format),
     lib=_library,
 )

@@ -60,6 +60,7 @@ class Seen:
 
 def step(run: Callable[..., Any], operands: list[HDTensor]) -> Seen:
     """Run forward and backward."""
+    torch.manual_seed(len(operands))
     out = run(*operands)
     outs = out if isinstance(out, tuple) else (out,)
     seen = Seen()
@@ -144,6 +145,11 @@ def _slices(x: HDTensor) -> Any:
     return joined.flatten(0, 1) * 2, x[:, -1] + 1, joined.transpose(0, 1) / x.shape[0]
 
 
+def _dropout(x: HDTensor, w1: HDTensor, w2: HDTensor) -> Any:
+    h = F.dropout(F.gelu(x @ w1), 0.5) @ w2
+    return h.redistribute(WHOLE) * torch.rand_like(h).redistribute(WHOLE)
+
+
 def _mlp(x: HDTensor, w1: HDTensor, w2: HDTensor) -> HDTensor:
     return (F.gelu(x @ w1) @ w2).pow(2).sum()
 
@@ -161,6 +167,10 @@ def _square(spec: str) -> HDTensor:
 
 
 PROGRAMS = {
+    "dropout": Program(
+        _dropout,
+        lambda b, s: [_states(b, s), tensor(8, 16, spec=COLUMN), tensor(16, 8, spec=ROW)],
+    ),
     "layer": Program(
         _layer,
         lambda b, s: [

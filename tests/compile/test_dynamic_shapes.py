@@ -18,7 +18,7 @@ def _check(rank: int, name: str, options: dict) -> list[int]:
 
 
 @pytest.mark.dist(4)
-@pytest.mark.parametrize("name", ["layer", "attention", "language model", "slices"])
+@pytest.mark.parametrize("name", ["layer", "attention", "language model", "slices", "dropout"])
 def test_marked_dims_compile_once(name):
     assert run_world(_check, 4, name, {}) == [[1] * 4] * 4
 

@@ -38,7 +38,7 @@ num_weight_draws = [0]
 _rows: list[tuple[int, int] | None] = [None]
 
 #: ``fill(view, key, start, strides)`` fills one owned box.
-Fill = Callable[[torch.Tensor, Key, tuple[int, ...], tuple[int, ...]], object]
+Fill = Callable[[torch.Tensor, Key, Any, tuple[int, ...]], object]
 
 
 def draw_key(generator: torch.Generator | None = None, beside: torch.Tensor | None = None) -> Key:
@@ -94,6 +94,9 @@ def fill_owned(
     """Fill every box that this rank owns of a tensor."""
     strides = contiguous_stride(bound.shape)
     offset = _rows_before(bound.shape, of_weights)
+    if bound.is_symbolic:
+        fill(local, key, drawing.Owned(bound, offset), strides)
+        return local
     for owned in owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, bound.rank):
         start = owned.box.start
         if offset:
@@ -158,7 +161,7 @@ def _exponential(lambd: float = 1.0) -> Fill:
 
 
 def _bernoulli(p: float = 0.5) -> Fill:
-    def fill(v: torch.Tensor, key: Key, start: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def fill(v: torch.Tensor, key: Key, start: Any, strides: tuple[int, ...]) -> None:
         mask = (
             v if v.dtype == torch.bool else torch.empty(v.shape, dtype=torch.bool, device=v.device)
         )
@@ -170,7 +173,7 @@ def _bernoulli(p: float = 0.5) -> Fill:
 
 
 def _randint(low: int, high: int) -> Fill:
-    def fill(v: torch.Tensor, key: Key, start: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def fill(v: torch.Tensor, key: Key, start: Any, strides: tuple[int, ...]) -> None:
         whole = v
         if v.dtype.is_floating_point or v.dtype == torch.bool:
             whole = torch.empty(v.shape, dtype=torch.int64, device=v.device)
@@ -184,7 +187,7 @@ def _randint(low: int, high: int) -> Fill:
 def _transformed(base: Fill, transform: Callable[[torch.Tensor], torch.Tensor]) -> Fill:
     """Return a fill with a function of another's values, computed in a floating dtype."""
 
-    def fill(v: torch.Tensor, key: Key, start: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def fill(v: torch.Tensor, key: Key, start: Any, strides: tuple[int, ...]) -> None:
         dtype = v.dtype if v.dtype.is_floating_point else torch.float64
         drawn = torch.empty(v.shape, dtype=dtype, device=v.device)
         base(drawn, key, start, strides)
