@@ -1,12 +1,13 @@
 """Compiled programs give the values and gradients of one device, in one graph, compiled once."""
 
 import functools
+import time
 
 import pytest
 import torch
 
 import hdtensor as hd
-from tests.compile.programs import DRAWING, PROGRAMS, arguments, distributed
+from tests.compile.programs import BATCH, DRAWING, PROGRAMS, arguments, distributed, to
 from tests.support.world import run_world
 
 
@@ -107,3 +108,26 @@ def _check_drawn(rank, name, backend):
 @pytest.mark.parametrize("name", sorted(DRAWING))
 def test_random_numbers_are_those_of_eager_programs(name):
     run_world(_check_drawn, 4, name, "aot_eager", timeout=180)
+
+
+def _new_groups(x):
+    """Go through specs whose groups nobody has made."""
+    return to(to(x.exp(), "S1[1:3] / 0,2:S0 1:R").pow(2), "R / 3,1:S1 2:R").sum()
+
+
+def _check_apart(rank):
+    plain = torch.arange(48.0, dtype=torch.float64).view(6, 8).div(48).requires_grad_()
+    expected, (gradient,) = _run(_new_groups, lambda: [plain], 1)
+    compiled = _compiled(_new_groups, "aot_eager")
+    cut = functools.partial(distributed, [plain], [((6, 8), BATCH)])
+    for wait in (rank, 3 - rank):
+        time.sleep(0.3 * wait)
+        total, (found,) = _run(compiled, cut, 1)
+        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(found.full_tensor(), gradient)
+        torch._dynamo.reset()  # all compile again, with groups that exist
+
+
+@pytest.mark.dist(4)
+def test_ranks_compile_at_different_moments():
+    run_world(_check_apart, 4, timeout=180)
