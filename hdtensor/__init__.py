@@ -68,6 +68,7 @@ _never_compile(
     "hdtensor.placements.checks",
     "hdtensor.placements.layout",
     "hdtensor.placements.spec",
+    "hdtensor.placements.subgroup",
     "hdtensor.placements.text",
     "hdtensor.plan",
     "hdtensor.redistribute",

@@ -25,7 +25,8 @@ from hdtensor.ops.special.scalars import contains
 from hdtensor.ops.tangents import as_tangent, like_tangent, stable_hash
 from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
 from hdtensor.placements.layout import owned_boxes
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 
 
 _torch_grad: Any = torch.Tensor.grad

@@ -21,7 +21,8 @@ from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.shard import shard_of
 from hdtensor.ops.special.move import move
 from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 from hdtensor.tensor import HDTensor
 
 

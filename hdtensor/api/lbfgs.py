@@ -29,7 +29,8 @@ from hdtensor.api.local import prepare_groups
 from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 from hdtensor.tensor import HDTensor
 
 

@@ -28,7 +28,8 @@ from hdtensor.errors import DisagreementError, SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import local_graphs
 from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 from hdtensor.placements.text import as_spec
 from hdtensor.redistribute.resolve import resolve
 from hdtensor.tensor import HDTensor

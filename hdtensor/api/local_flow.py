@@ -16,7 +16,8 @@ from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import local_graphs
 from hdtensor.placements import checks
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 from hdtensor.tensor import HDTensor
 
 

@@ -27,7 +27,8 @@ from hdtensor.api import lbfgs
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.collectives import observe
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 from hdtensor.tensor import HDTensor
 
 

@@ -16,7 +16,8 @@ from hdtensor.ops.bound import BoundSpec, normalized
 from hdtensor.ops.special.move import gradient_bound, move
 from hdtensor.placements import checks
 from hdtensor.placements.layout import local_shape
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 from hdtensor.tensor import HDTensor
 
 

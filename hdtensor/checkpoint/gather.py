@@ -13,7 +13,8 @@ from hdtensor.api.agreement import communicates
 from hdtensor.checkpoint.pieces import local_pieces, pieces
 from hdtensor.collectives import p2p
 from hdtensor.errors import SpecError
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 from hdtensor.tensor import HDTensor
 
 

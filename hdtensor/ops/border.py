@@ -15,7 +15,8 @@ from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import local_graphs, wrap
 from hdtensor.ops.special.move import gradient_bound
 from hdtensor.placements.checks import is_cut
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 
 
 def one_subgroup(spec: HDSpec, placements: Sequence[Placement]) -> Subgroup:

@@ -27,7 +27,8 @@ from hdtensor.placements.layout import (
     normalize_dim,
 )
 from hdtensor.placements.sizes import hints, same
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 
 
 #: Bound specs kept in the intern table; past it the table starts anew. Tensors keep their own.

@@ -23,7 +23,8 @@ from hdtensor.ops.propagate import (
 from hdtensor.placements import checks
 from hdtensor.placements.layout import contiguous_stride
 from hdtensor.placements.sizes import exact_quotient
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 
 
 aten = torch.ops.aten

@@ -16,7 +16,8 @@ from hdtensor._rank import current_rank
 from hdtensor._torch_compat import keep_in_order
 from hdtensor.collectives import groups, observe
 from hdtensor.placements.layout import local_shape
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 from hdtensor.redistribute.execute import make_runner
 from hdtensor.redistribute.resolve import resolve
 from hdtensor.redistribute.topology import Topology, topology_in_use

@@ -18,7 +18,8 @@ from hdtensor.ops.calls import SHAPE_ARGS, SIZE_ARGS, Call, as_list, out_top_siz
 from hdtensor.ops.propagate import TierResult, map_operands, operands, output_metas
 from hdtensor.placements import checks
 from hdtensor.placements.layout import contiguous_stride, local_shape
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 
 
 Shape = tuple[int, ...]

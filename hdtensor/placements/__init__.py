@@ -15,7 +15,8 @@ from hdtensor.placements.layout import (
     owners,
     ratio_sizes,
 )
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 from hdtensor.placements.text import parse_placement, parse_spec
 
 

@@ -17,7 +17,7 @@ from hdtensor.placements.sizes import is_open
 
 
 if TYPE_CHECKING:
-    from hdtensor.placements.spec import Subgroup
+    from hdtensor.placements.subgroup import Subgroup
 
 
 #: Reductions of a ``Partial`` whose meaning over two tiers is defined (DESIGN section 3).

@@ -9,7 +9,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor.errors import SpecError
 from hdtensor.placements import checks
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 from hdtensor.placements.text import parse_placement, parse_spec
 
 

@@ -19,7 +19,8 @@ from hdtensor.errors import SpecError
 from hdtensor.placements import checks
 from hdtensor.placements.box import Box
 from hdtensor.placements.sizes import exact_quotient, is_open, is_symbolic
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 
 
 class OwnedBox(NamedTuple):

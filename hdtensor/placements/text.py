@@ -10,7 +10,8 @@ from torch.distributed.tensor.placement_types import Placement
 from hdtensor._torch_compat import StridedShard
 from hdtensor.errors import SpecError
 from hdtensor.placements import checks
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 
 
 _PLACEMENT = re.compile(

@@ -23,7 +23,8 @@ from hdtensor.ops.attention.tiles import Span, held
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements import checks
 from hdtensor.placements.layout import contiguous_stride, owned_boxes
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2

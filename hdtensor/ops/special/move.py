@@ -20,7 +20,8 @@ from hdtensor.ops.open_moves import move_between
 from hdtensor.ops.registry import call, moves, special, wrap
 from hdtensor.placements.layout import check_top_sizes, contiguous_stride
 from hdtensor.placements.sizes import hints, is_symbolic, same
-from hdtensor.placements.spec import HDSpec, Subgroup
+from hdtensor.placements.spec import HDSpec
+from hdtensor.placements.subgroup import Subgroup
 from hdtensor.redistribute.execute import make_runner
 from hdtensor.redistribute.program import compile_plan, partners
 from hdtensor.redistribute.resolve import resolve
