@@ -14,17 +14,17 @@ from hdtensor._torch_compat import new_wrapper, no_torch_function
 from hdtensor.checkpoint import protocol
 from hdtensor.collectives import groups
 from hdtensor.errors import DeductionError, SpecError
-from hdtensor.ops.border import ToDTensor, ToLocal, gradient_layout, one_subgroup
+from hdtensor.ops.border import ToDTensor, ToLocal, gradient_layout, wanted_spec
 from hdtensor.ops.bound import BoundSpec, Layout, bound_from_parts, is_like, kept_sizes
 from hdtensor.ops.dispatch import dispatch
 from hdtensor.ops.inner import bound_of, extents_of, flattened, keep_extents
 from hdtensor.ops.registry import changes, set_tensor_type
+from hdtensor.ops.shard import rebuild
 from hdtensor.ops.skips import due_gradient
 from hdtensor.ops.special.move import move
 from hdtensor.ops.special.scalars import contains
 from hdtensor.ops.tangents import as_tangent, like_tangent, stable_hash
-from hdtensor.placements.forms import SpecLike, also_named, meshes_of, spec_from
-from hdtensor.placements.layout import owned_boxes
+from hdtensor.placements.forms import SpecLike, also_named
 from hdtensor.placements.spec import HDSpec
 from hdtensor.placements.subgroup import Subgroup
 
@@ -237,28 +237,13 @@ class HDTensor(torch.Tensor):
         bound = self._spec
         if spec is bound.spec and top_sizes is None and placements is None:
             return self
-        spec = self._wanted(spec, placements, hdim, top_ratio)
+        spec = wanted_spec(self._spec.spec, spec, placements, hdim, top_ratio)
         dst = BoundSpec.bind(
             spec, self.shape, bound.stride, self.dtype, kept_sizes(bound, spec, top_sizes)
         )
         if dst.spec is bound.spec and dst.top_sizes == bound.top_sizes:
             return self
         return move(self, dst.spec, dst.top_sizes)
-
-    def _wanted(self, spec: Any, placements: Any, hdim: int, top_ratio: Any) -> HDSpec:
-        if spec is None and placements is None:
-            raise SpecError(
-                "redistribute takes a spec, or the placements of a tensor of one subgroup."
-            )
-        if spec is None and self.hsize == 1:
-            return self.spec.replace(subgroups=(one_subgroup(self.spec, placements),))
-        if spec is None:
-            raise SpecError(
-                f"placements go with a DeviceMesh: a tensor of {self.hsize} subgroups has several. Pass a spec."
-            )
-        for mesh in meshes_of(spec):
-            groups.adopt_mesh(mesh)
-        return spec_from(spec, placements, hdim, top_ratio)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor on every rank of the world, also those that hold nothing; differentiable.
@@ -390,7 +375,7 @@ class HDTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (
+        return rebuild, (
             self._local_tensor.detach(),
             self._spec,
             self._spec.rank,
@@ -411,21 +396,5 @@ class HDTensor(torch.Tensor):
 set_tensor_type(HDTensor)
 
 
-def _rebuild(
-    local: torch.Tensor, bound: BoundSpec, rank: int, requires_grad: bool, is_parameter: bool
-) -> Any:
-    """Return what a rank saved; another rank may load it only if it holds the same."""
-    held = owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, bound.rank)
-    saved = owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, rank)
-    is_own = rank == bound.rank or (held == saved and not bound.spec.has_partial())
-    if not is_own or bound.local_shape() != tuple(local.shape):
-        raise SpecError(
-            f"this shard of {bound} was saved by rank {rank} and is not what rank {bound.rank} holds. "
-            f"Load the file of this rank."
-        )
-    tensor: Any = new_wrapper(HDTensor, local, bound, requires_grad and not is_parameter)
-    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
-
-
 # What torch.load(weights_only=True) may call: values only, no code of a file's choice.
-torch.serialization.add_safe_globals([_rebuild, bound_from_parts, HDSpec, Subgroup])
+torch.serialization.add_safe_globals([rebuild, bound_from_parts, HDSpec, Subgroup])

@@ -15,6 +15,7 @@ from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import local_graphs, wrap
 from hdtensor.ops.special.move import gradient_bound
 from hdtensor.placements.checks import is_cut
+from hdtensor.placements.forms import meshes_of, spec_from
 from hdtensor.placements.spec import HDSpec
 from hdtensor.placements.subgroup import Subgroup
 
@@ -111,3 +112,22 @@ class ToDTensor(torch.autograd.Function):
             spec = spec.replace(top=ctx.grad_top)
         out = BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, bound.top_sizes)
         return wrap(grad.to_local(), out), None
+
+
+def wanted_spec(own: HDSpec, spec: Any, placements: Any, hdim: int, top_ratio: Any) -> HDSpec:
+    """Return the spec that a redistribute's arguments say of a tensor that is laid out as ``own``.
+
+    Raises:
+        SpecError: If they say none.
+    """
+    if spec is None and placements is None:
+        raise SpecError("redistribute takes a spec, or the placements of a tensor of one subgroup.")
+    if spec is None and own.num_subgroups == 1:
+        return own.replace(subgroups=(one_subgroup(own, placements),))
+    if spec is None:
+        raise SpecError(
+            f"placements go with a DeviceMesh: a tensor of {own.num_subgroups} subgroups has several. Pass a spec."
+        )
+    for mesh in meshes_of(spec):
+        groups.adopt_mesh(mesh)
+    return spec_from(spec, placements, hdim, top_ratio)

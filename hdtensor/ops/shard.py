@@ -1,11 +1,16 @@
-"""This rank's shard of a whole plain tensor."""
+"""This rank's shard: of a whole plain tensor, and as it was saved."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial
 
+from hdtensor._torch_compat import new_wrapper
+from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.registry import tensor_type
 from hdtensor.placements.layout import owned_boxes
 
 
@@ -43,3 +48,19 @@ def as_term(local: torch.Tensor, bound: BoundSpec) -> torch.Tensor:
             elif placement.reduce_op == "product":
                 local.fill_(1)
     return local
+
+
+def rebuild(
+    local: torch.Tensor, bound: BoundSpec, rank: int, requires_grad: bool, is_parameter: bool
+) -> Any:
+    """Return what a rank saved; another rank may load it only if it holds the same."""
+    held = owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, bound.rank)
+    saved = owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, rank)
+    is_own = rank == bound.rank or (held == saved and not bound.spec.has_partial())
+    if not is_own or bound.local_shape() != tuple(local.shape):
+        raise SpecError(
+            f"this shard of {bound} was saved by rank {rank} and is not what rank {bound.rank} holds. "
+            f"Load the file of this rank."
+        )
+    tensor: Any = new_wrapper(tensor_type(), local, bound, requires_grad and not is_parameter)
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
