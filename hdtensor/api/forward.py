@@ -45,6 +45,11 @@ class State(Protocol):
 _CUT = ("input_ids", "inputs_embeds")
 
 
+def without_compiler(model: nn.Module) -> nn.Module:
+    """Return the model that ``torch.compile`` wrapped; another model itself."""
+    return model._modules.get("_orig_mod") or model
+
+
 def accept_plain(model: nn.Module, state: State, reinstall: Callable[[], None]) -> None:
     """Let the model's forward take plain tensors beside ``HDTensor``s, and count its running calls.
 
@@ -136,11 +141,14 @@ def make_generate_collective(model: nn.Module, state: State) -> None:
         if communicates():
             _check_alike(model, args, kwargs)
         state.generating += 1
+        # What model.compile() compiled keeps to HDTensors, while this loop's results are plain.
+        compiled, model._compiled_call_impl = model._compiled_call_impl, None
         try:
             with torch.no_grad(), implicit_replication():
                 return generate(*args, **kwargs)
         finally:
             state.generating -= 1
+            model._compiled_call_impl = compiled
 
     model.generate = generating  # type: ignore[assignment]
 

@@ -18,7 +18,12 @@ from hdtensor.api import local_modules as local, points, regions, router_logits
 from hdtensor.api.agreement import exchange
 from hdtensor.api.changes import Upkeep, make_copyable, own_forward
 from hdtensor.api.context_parallel import share_sequences
-from hdtensor.api.forward import accept_plain, make_generate_collective, own_generate
+from hdtensor.api.forward import (
+    accept_plain,
+    make_generate_collective,
+    own_generate,
+    without_compiler,
+)
 from hdtensor.api.gradients import GradientSync, gradient_plan, paused, pending_spec
 from hdtensor.api.local import prepare_groups
 from hdtensor.api.parameters import device_of, distribute_parameters, initialize
@@ -276,16 +281,16 @@ def _install(model: nn.Module, state: ParallelState) -> None:
 
 def is_parallelized(model: nn.Module) -> bool:
     """Return whether ``parallelize`` was called with the model."""
-    return model in _states
+    return without_compiler(model) in _states
 
 
 def state_of(model: nn.Module) -> ParallelState:
-    """Return what ``parallelize`` knows of a model.
+    """Return what ``parallelize`` knows of a model, or of the one that ``torch.compile`` wrapped.
 
     Raises:
         PlanError: If the model was not parallelized.
     """
-    state = _states.get(model)
+    state = _states.get(without_compiler(model))
     if state is None:
         raise PlanError(
             f"this {type(model).__name__} was not parallelized; call hdtensor.parallelize."

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from hdtensor._rank import current_rank
 from hdtensor.api.agreement import attempt, communicates
+from hdtensor.api.forward import without_compiler
 from hdtensor.checkpoint.agreement import agree
 from hdtensor.checkpoint.checks import folder_of, listed
 from hdtensor.checkpoint.gather import gathered
@@ -82,7 +83,7 @@ def save_hf(
     Raises:
         CheckpointError: Alike on every rank, if one cannot write, or a tensor's dtype or form has no place in the files.
     """
-    path = Path(folder)
+    path, model = Path(folder), without_compiler(model)
     tensors, problem = attempt(lambda: _to_write(model, path))
     agree("save_hf", problem)
     assert tensors is not None, "without a problem there are tensors"
@@ -125,6 +126,7 @@ def load_hf(
         CheckpointError: Alike on every rank: a file is missing, cut off or damaged, or names, shapes or dtypes differ; all
             are listed. Nothing was changed then.
     """
+    model = without_compiler(model)
     found, problem = attempt(lambda: _to_read(model, Path(folder), strict))
     agree("load_hf", problem)
     assert found is not None, "without a problem there are tensors"

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hdtensor._rank import current_rank
 from hdtensor.api.agreement import attempt, communicates
+from hdtensor.api.forward import without_compiler
 from hdtensor.api.masters import Masters, masters_of
 from hdtensor.checkpoint import history
 from hdtensor.checkpoint.agreement import agree, describe, listing
@@ -58,6 +59,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: On every rank, if one cannot write, or a tensor has a reduction pending.
     """
+    model = without_compiler(model)
     state, problem = attempt(lambda: _state_to_save(path, model, optimizer, extra))
     agree("save_checkpoint", problem)
     assert state is not None, "without a problem there is a state"
@@ -87,6 +89,7 @@ def load_checkpoint(
         CheckpointError: Alike on every rank: a file is missing, cut off or damaged, or names, shapes or dtypes differ;
             all of them are listed. Nothing was changed then, unless a file is damaged inside, as the message says.
     """
+    model = without_compiler(model)
     ready, problem = attempt(lambda: _to_read(path, model, optimizer))
     agree("load_checkpoint", problem)
     assert ready is not None, "without a problem there is a state"

@@ -30,6 +30,7 @@ from hdtensor._rank import current_rank
 from hdtensor._torch_compat import in_backward
 from hdtensor.api import masters
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
+from hdtensor.api.forward import without_compiler
 from hdtensor.api.local import prepare_groups
 from hdtensor.api.parallelize import (
     ParallelState,
@@ -97,6 +98,7 @@ def switch(
         DisagreementError: On every rank, if ranks pass unlike plans or have unlike states.
     """
     options = SwitchOptions() if options is None else options
+    model = without_compiler(model)
     state = state_of(model)
     kept = masters.registered(model) if state.plan.zero else None
     many = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)

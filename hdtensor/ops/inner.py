@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hdtensor._torch_compat import is_marked_dynamic, mark_dynamic
+from hdtensor._torch_compat import is_marked_dynamic, mark_dynamic, without_modes
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec, Layout, OwnSizes, SymbolicBound, rebound
 from hdtensor.ops.registry import wrap
@@ -26,14 +26,29 @@ _ONE, _TWO = ["_local_tensor"], ["_extents", "_local_tensor"]
 def flattened(tensor: Any) -> tuple[list[str], BoundSpec | Layout]:
     """Return the attributes with inner tensors, and all else but values: ``HDTensor.__tensor_flatten__``."""
     bound = tensor._spec
+    if bound.index is None:
+        _keep_own_empty(tensor)
     if bound.top_sizes is not None and _has_extents(tensor, bound):
         return _TWO, bound.layout(has_own_cut=False)
     if not isinstance(bound, SymbolicBound):
-        if bound.is_alone is None and bound.has_own_cut:
+        if bound.is_alone is None and bound.has_own_cut and bound.index is not None:
             bound.is_alone = True
         return _ONE, bound
     bound.close_strided()
     return _ONE, bound.layout(has_own_cut=True)
+
+
+def _keep_own_empty(tensor: Any) -> None:
+    """Give a tensor of a rank outside an empty tensor of its own.
+
+    Operators let their results share them. A compiler guards which inputs are one object, and compiled again when others were.
+    """
+    local = tensor._local_tensor
+    if type(local) is not torch.Tensor or getattr(tensor, "_has_own_empty", False):
+        return
+    with torch.inference_mode(False), without_modes():
+        tensor._local_tensor = local.new_empty(local.shape)
+    tensor._has_own_empty = True
 
 
 def _has_extents(tensor: Any, bound: BoundSpec) -> bool:

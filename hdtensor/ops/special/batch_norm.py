@@ -63,6 +63,18 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return run_in_evaluation
 
 
+@special(aten._native_batch_norm_legit.no_stats, is_local=True)
+def _batch_norm_without_running(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Without running statistics; what a compiler makes of ``native_batch_norm`` then."""
+    if not cuts_samples(args[0]):
+        return None
+
+    def run(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+        return over_the_whole_batch(x, weight, bias, None, None, *rest)
+
+    return run
+
+
 def _by_channels(func: Any, args: tuple[Any, ...]) -> Any:
     """Cut all operands by channel wherever one is cut, and bring the running statistics back behind it.
 

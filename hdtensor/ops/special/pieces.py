@@ -105,7 +105,7 @@ def joined_pieces(tensors: Sequence[Any], dim: int) -> Any:
     shape = list(bound.shape)
     shape[dim] *= count
     spec = bound.spec.map_bottom(strided)
-    dtype = torch.result_type(tensors[0]._local_tensor, tensors[1]._local_tensor)
+    dtype = torch.promote_types(tensors[0].dtype, tensors[1].dtype)
     out = BoundSpec.of(spec, shape, contiguous_stride(shape), dtype, bound.top_sizes)
 
     def run(tensors: Any, *_: Any) -> Any:

@@ -1,0 +1,56 @@
+"""Ranks outside of all subgroups compile once too, and batch norm without running statistics compiles."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hdtensor as hd
+from tests.support.world import run_world
+
+
+BATCH = "S0[2:1] / 0,1:R 2:R"
+
+
+def _cut(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return hd.distribute_tensor(torch.randn(6, 8, generator=generator), BATCH)
+
+
+def _share(rank):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda x, y: (x * y).sum(), fullgraph=True, backend="aot_eager")
+    x, y = _cut(0), _cut(1)
+    z = x * 2
+    pairs = [(x, y), (z, z + 1), (z, z.exp()), (x.detach(), y.detach()), (x.exp(), y.tanh())]
+    for _ in range(2):
+        for a, b in pairs:
+            torch.testing.assert_close(compiled(a, b).full_tensor(), (a * b).sum().full_tensor())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.dist(4)
+def test_operands_that_share_an_empty_tensor_compile_nothing_anew():
+    run_world(_share, 4)
+
+
+def _batch_norm(rank):
+    torch._dynamo.reset()
+
+    def norm(x):
+        return F.batch_norm(x, None, None, training=True).pow(3).sum()
+
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    x = _cut(0).requires_grad_()
+    total = compiled(x)
+    total.backward()
+    plain = x.detach().full_tensor().requires_grad_()
+    expected = norm(plain)
+    expected.backward()
+    torch.testing.assert_close(total.full_tensor(), expected)
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.dist(4)
+def test_batch_norm_without_running_statistics():
+    run_world(_batch_norm, 4)
