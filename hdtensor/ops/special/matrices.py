@@ -86,8 +86,8 @@ def _triangle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(map(checks.is_strided, tiers)):
         return None
     like = BoundSpec.of(bound.spec, bound.shape, _contiguous(bound), bound.dtype, bound.top_sizes)
-    owned = owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, bound.rank)
-    shift = owned[0].box.start[-2] - owned[0].box.start[-1] if owned else 0
+    ends = [len(bound.shape) - 2, len(bound.shape) - 1]
+    shift = _corner(bound) if any(checks.shard_dim(p) in ends for p in tiers) else 0
 
     def run(x: Any, *rest: Any) -> Any:
         *given, kw = rest
@@ -97,6 +97,13 @@ def _triangle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return wrap(func(x._local_tensor, diagonal + shift), like)
 
     return run
+
+
+def _corner(bound: BoundSpec) -> int:
+    """Return how far below the diagonal this rank's corner is; the operator takes a number, so that sizes are fixed by it."""
+    sizes = None if bound.top_sizes is None else tuple(map(int, bound.top_sizes))
+    owned = owned_boxes(bound.spec, tuple(map(int, bound.shape)), sizes, bound.rank)
+    return owned[0].box.start[-2] - owned[0].box.start[-1] if owned else 0
 
 
 def _contiguous(bound: BoundSpec) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Partial
 
 from hdtensor.errors import DeductionError
 from hdtensor.ops import drawing
@@ -23,6 +24,7 @@ from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.drawing import Key
 from hdtensor.ops.generate import empty_beside
 from hdtensor.ops.registry import call, special, wrap
+from hdtensor.ops.special.move import gradient_spec
 from hdtensor.placements.layout import contiguous_stride, owned_boxes
 
 
@@ -273,10 +275,14 @@ def _bernoulli_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 @special(aten.native_dropout.default)
 def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = args[0]._spec
-    _check(func, bound)
+    tiers = (bound.spec.top, *(p for g in bound.spec.subgroups for p in g.placements))
+    if not {p.reduce_op for p in tiers if isinstance(p, Partial)} <= {"sum", "avg"}:
+        _check(func, bound)
+    # The terms of a sum are dropped together.
+    specs = ((bound.spec, bound.dtype), (gradient_spec(bound.spec), torch.bool))
     bound, mask_bound = (
-        BoundSpec.of(bound.spec, bound.shape, bound.stride, dtype, bound.top_sizes)
-        for dtype in (bound.dtype, torch.bool)
+        BoundSpec.of(spec, bound.shape, bound.stride, dtype, bound.top_sizes)
+        for spec, dtype in specs
     )
 
     def run(x: Any, p: float, train: bool | None = True, kw: Any = None) -> Any:
@@ -287,7 +293,7 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         local = x._local_tensor
         mask = torch.ones_like(local, dtype=torch.bool)
         if train is not False:
-            fill_owned(mask, bound, key, _bernoulli(1.0 - p), of_weights=is_of_weights(x))
+            fill_owned(mask, mask_bound, key, _bernoulli(1.0 - p), of_weights=is_of_weights(x))
         scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
         out = local * mask * scale if train is not False else local.clone()
         return wrap(out, bound), wrap(mask, mask_bound)

@@ -1,4 +1,4 @@
-"""Ranks outside of all subgroups compile once too, and batch norm without running statistics compiles."""
+"""What compiled programs met in random programs: operands that share memory, other sizes, operators under other names."""
 
 import pytest
 import torch
@@ -54,3 +54,40 @@ def _batch_norm(rank):
 @pytest.mark.dist(4)
 def test_batch_norm_without_running_statistics():
     run_world(_batch_norm, 4)
+
+
+def _dropout(rank):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda p: F.dropout(p * 1, 0.5), fullgraph=True, backend="aot_eager")
+    for spec in ("R / 0,1:P 2:R", "P / 0,1:S0 2:R"):
+        terms = hd.distribute_tensor(torch.rand(6, 8) + 1, spec).requires_grad_()
+        out = compiled(terms)
+        values, whole = out.full_tensor(), terms.detach().full_tensor()
+        is_kept = values != 0
+        assert 0 < is_kept.sum() < values.numel()
+        torch.testing.assert_close(values, whole * 2 * is_kept)
+        out.redistribute("R / 0,1:R 2:R").sum().backward()
+        torch.testing.assert_close(terms.grad.full_tensor(), is_kept * 2.0)
+
+
+@pytest.mark.dist(4)
+def test_dropout_drops_the_terms_of_a_sum_together():
+    run_world(_dropout, 4)
+
+
+def _triangle(rank):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x.triu(1) + x.tril(), fullgraph=True, backend="aot_eager")
+    for spec in (BATCH, "R / 0,1:R 2:R", "R / 0,1:S1 2:S0"):
+        for rows in (6, 9, 7):
+            plain = torch.arange(8.0 * rows).view(rows, 8)
+            x = hd.distribute_tensor(plain, spec).requires_grad_()
+            out = compiled(x)
+            torch.testing.assert_close(out.full_tensor(), plain)
+            out.sum().backward()
+            torch.testing.assert_close(x.grad.full_tensor(), torch.ones(rows, 8))
+
+
+@pytest.mark.dist(4)
+def test_triangles_of_other_sizes():
+    run_world(_triangle, 4)
