@@ -37,7 +37,7 @@ _SHAPES = 100
 #: Shapes of which tables are made anew at most; on large clusters the lanes that stay are nearly as good.
 _MOST_SHAPES = 6_000
 #: By how much lanes may be larger or smaller than their part of all devices, where there is little time.
-_ABOUT = 0.16
+_ABOUT = 0.12
 #: Sets of equal lanes that are tried of each such table, times at which unlike ones are chosen, and what is not simulated.
 _EQUAL = 6
 _NEAR = (1.0, 1.012, 1.03)
