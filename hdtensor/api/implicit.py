@@ -7,17 +7,17 @@ from collections.abc import Iterator
 
 import torch
 
-from hdtensor.ops.registry import implicit
+from hdtensor.ops.registry import implicit, implicit_in_graph
 
 
 @torch.compiler.allow_in_graph
 def _begin_in_graph() -> None:
-    implicit[0] = True
+    implicit_in_graph[0] = True
 
 
 @torch.compiler.allow_in_graph
 def _end_in_graph() -> None:
-    implicit[0] = False
+    implicit_in_graph[0] = False
 
 
 @contextlib.contextmanager
@@ -27,14 +27,15 @@ def implicit_replication() -> Iterator[None]:
     They must be the same on every rank; nothing checks that. ``parallelize`` turns it on inside the model's forward,
     where masks, positions and rotary tables are plain.
     """
-    if torch.compiler.is_compiling():
-        _begin_in_graph()
-        yield
-        _end_in_graph()
-        return
     before = implicit[0]
     implicit[0] = True
+    # A compiler notes writes to Python's objects and makes them when the graph has run: operators being traced need to know now.
+    is_first_in_graph = not before and torch.compiler.is_compiling()
+    if is_first_in_graph:
+        _begin_in_graph()
     try:
         yield
     finally:
         implicit[0] = before
+        if is_first_in_graph:
+            _end_in_graph()

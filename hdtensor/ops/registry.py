@@ -54,8 +54,10 @@ class LocalGraph:
         local_graphs[0] -= 1
 
 
-#: Whether plain tensors count as replicated operands (``implicit_replication``).
+#: Whether plain tensors count as replicated operands (``implicit_replication``); the same in the program that is being
+#: traced. A trace that fails may leave the latter set, so that it says nothing outside of one.
 implicit = [False]
+implicit_in_graph = [False]
 
 
 def accepts_plain() -> bool:
@@ -64,7 +66,9 @@ def accepts_plain() -> bool:
     They do inside ``implicit_replication()``, and during backward, whose formulas meet again the plain tensors that the
     forward accepted.
     """
-    return implicit[0] or in_backward()
+    if implicit[0] or in_backward():
+        return True
+    return implicit_in_graph[0] and torch.compiler.is_compiling()
 
 
 #: ``(func, args, kwargs) -> run`` by deduction alone, set by ``dispatch.py``: special rules end in it.
