@@ -75,7 +75,8 @@ class CompiledModules:
             region.plain_forward.adopt()
         if any(region.only_skips for region in self.regions):
             warnings.warn(
-                "compiled modules run as they are under schedules that split the backward, which looks for each weight "
-                "in the graph; use 1F1B, GPipe or Interleaved1F1B to run them compiled.",
+                "the backward of a compiled module cannot be split: on ranks that run one, the part of a backward that is "
+                "for inputs is all of it, and fewer bubbles are filled. A rank with several stages, of layers that no other "
+                "rank shares, runs them as they are.",
                 stacklevel=4,
             )

@@ -42,9 +42,11 @@ class Split(NamedTuple):
 
     Attributes:
         groups: torch's groups of weights with the gradients that came to them; None: all is left to do.
+        is_done: Whether nothing is left to do.
     """
 
     groups: Any
+    is_done: bool = False
 
 
 class Executor:
@@ -62,6 +64,7 @@ class Executor:
         *,
         around: Callable[[Action], AbstractContextManager[object]],
         stand: Callable[[bool], object],
+        is_split: bool = True,
     ) -> None:
         """Prepare a step.
 
@@ -71,7 +74,9 @@ class Executor:
             weights: This rank's leaves, those of calls on plain tensors if it is passed True.
             around: Gives what holds while an action runs.
             stand: Has leaves stand in for the parameters, plain ones if it is passed True.
+            is_split: Whether a backward's part for inputs leaves weights to the other part; else it is all of it.
         """
+        self._is_split = is_split
         self.is_training = True
         self._stages = tuple(stages)
         self._begin = begin
@@ -201,6 +206,10 @@ class Executor:
         if not inputs:  # nobody waits
             self._splits[key] = Split(None)
             return
+        if not self._is_split:
+            self._backward(segment)
+            self._splits[key] = Split(None, is_done=True)
+            return
         tensors, grads = self._outputs(segment)
         grads = [
             torch.ones_like(t) if g is None else g for t, g in zip(tensors, grads, strict=True)
@@ -212,6 +221,8 @@ class Executor:
 
     def _backward_weight(self, action: Action) -> None:
         split = self._splits.pop((action.stage, action.microbatch))
+        if split.is_done:
+            return
         if split.groups is None:
             self._backward(self._segment(action))
         else:

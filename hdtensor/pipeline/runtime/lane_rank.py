@@ -137,6 +137,11 @@ class LaneRank:
         for hook in self._hooks:
             hook.remove()
 
+    def _runs_compiled(self) -> bool:
+        """Whether some of this rank's modules run compiled."""
+        compiled = [r.plain_forward for r in self.regions if r.plain_forward.is_compiled]
+        return any(each.takes_hdtensors or self.plain.is_possible for each in compiled)
+
     def schedule(self, name: str, num_microbatches: int) -> Schedule:
         """Return the lane's schedule.
 
@@ -192,6 +197,7 @@ class LaneRank:
             self.plain.weights,
             around=surroundings.around,
             stand=self.plain.stand,
+            is_split=not self._runs_compiled(),
         )
         with (
             self.parameters.in_place(),

@@ -62,7 +62,7 @@ class PlainStage:
             is_possible: Whether this rank has one stage, alone.
         """
         self._model, self._parameters, self._gradients = model, parameters, gradients
-        self._is_possible = is_possible and not any(
+        self.is_possible = is_possible and not any(
             isinstance(buffer, HDTensor) for buffer in model.buffers()
         )
         self._leaves: dict[int, torch.Tensor] | None = None
@@ -72,7 +72,7 @@ class PlainStage:
     def prepare(self) -> None:
         """Get ready for a step."""
         self._leaves = None
-        if not self._is_possible or observe.listeners or self._has_hooks():
+        if not self.is_possible or observe.listeners or self._has_hooks():
             return
         found = {id(leaf): self._gradients.whole_leaf(leaf) for leaf in self._parameters.held()}
         whole = {number: leaf for number, leaf in found.items() if leaf is not None}
