@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hdtensor._rank import current_rank
-from hdtensor._torch_compat import keep_in_order
+from hdtensor._torch_compat import keep_effects_of_checkpoints, keep_in_order
 from hdtensor.collectives import groups, observe
 from hdtensor.placements.layout import local_shape
 from hdtensor.placements.spec import HDSpec
@@ -89,6 +89,7 @@ def move_between(local: torch.Tensor, src: Any, dst: Any, *, reverse: bool) -> t
         dst: Bound spec after.
         reverse: Whether a backward pass moves it.
     """
+    keep_effects_of_checkpoints()
     return torch.ops.hdtensor.move_local(
         local,
         src.spec.text,
@@ -115,6 +116,7 @@ def move_inside(
     """
     src, dst = HDSpec((group,)), HDSpec((group.with_placements(wanted),))
     own = local_shape(dst, tuple(shape), None, current_rank())
+    keep_effects_of_checkpoints()
     return torch.ops.hdtensor.move_local(
         local, src.text, dst.text, shape, None, None, own, False, False
     )

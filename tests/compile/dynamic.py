@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import hdtensor
 from hdtensor import HDTensor
@@ -145,6 +146,13 @@ def _slices(x: HDTensor) -> Any:
     return joined.flatten(0, 1) * 2, x[:, -1] + 1, joined.transpose(0, 1) / x.shape[0]
 
 
+def _checkpoint(x: HDTensor, w1: HDTensor, w2: HDTensor) -> HDTensor:
+    def block(x: HDTensor) -> HDTensor:
+        return F.gelu(F.dropout(x.redistribute(WHOLE), 0.2) @ w1) @ w2
+
+    return checkpoint(block, x, use_reentrant=False).pow(2).sum()
+
+
 def _dropout(x: HDTensor, w1: HDTensor, w2: HDTensor) -> Any:
     h = F.dropout(F.gelu(x @ w1), 0.5) @ w2
     return h.redistribute(WHOLE) * torch.rand_like(h).redistribute(WHOLE)
@@ -167,6 +175,10 @@ def _square(spec: str) -> HDTensor:
 
 
 PROGRAMS = {
+    "checkpoint": Program(
+        _checkpoint,
+        lambda b, s: [_states(b, s), tensor(8, 16, spec=COLUMN), tensor(16, 8, spec=ROW)],
+    ),
     "dropout": Program(
         _dropout,
         lambda b, s: [_states(b, s), tensor(8, 16, spec=COLUMN), tensor(16, 8, spec=ROW)],

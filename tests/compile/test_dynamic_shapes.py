@@ -18,7 +18,9 @@ def _check(rank: int, name: str, options: dict) -> list[int]:
 
 
 @pytest.mark.dist(4)
-@pytest.mark.parametrize("name", ["layer", "attention", "language model", "slices", "dropout"])
+@pytest.mark.parametrize(
+    "name", ["layer", "attention", "language model", "slices", "dropout", "checkpoint"]
+)
 def test_marked_dims_compile_once(name):
     assert run_world(_check, 4, name, {}) == [[1] * 4] * 4
 
