@@ -18,6 +18,7 @@ class Subgroup:
 
     Paper: one (DG, DS) pair of the two unions (Sec. 4.2, Fig. 6). A frozen value.
 
+    >>> from torch.distributed.tensor import Shard
     >>> Subgroup((0, 3), (Shard(1),))
     Subgroup('0,3:S1')
 
@@ -111,7 +112,7 @@ class Subgroup:
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Return the rank's coordinate on each mesh axis.
 
-        >>> Subgroup((4, 5, 6, 7), (Shard(0), Shard(1)), mesh_shape=(2, 2)).coordinate(6)
+        >>> Subgroup((4, 5, 6, 7), mesh_shape=(2, 2)).coordinate(6)
         (1, 0)
 
         Raises:
