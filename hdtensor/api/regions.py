@@ -204,8 +204,7 @@ class Region:
         A checkpoint repeats a forward later and must save the same tensors, whatever was learnt in between.
         """
         return bool(
-            torch.compiler.is_compiling()
-            or (points.running and region_watch.goes_on())
+            (points.running and region_watch.goes_on())
             or suspended[0]
             or saved_tensor_hooks() is not None
             or self._is_hooked()
@@ -300,10 +299,8 @@ class Region:
         is_stateful = kept.has_changed() or draws_itself(before[3], before[2])
         is_tensor = all(o is None or isinstance(o, HDTensor) for o in outs)
         if is_stateful and not layout.has_kept:
-            layout.has_kept, layout.tries = (
-                True,
-                0,
-            )  # a cache that fills once: look at the next call
+            # A cache that fills once: look at the next call.
+            layout.has_kept, layout.tries = True, 0
         elif deferral.is_seen or is_stateful or not is_tensor:
             layout.state = "failed"
         elif not inputs[0].is_local and not any(p.is_local for p in self.places.parameters):

@@ -6,6 +6,7 @@ values of the first one as long as it has its key.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import hdtensor.triton_kernels.counter_random as counter_random
 from hdtensor._rank import current_rank
 from hdtensor._torch_compat import keep_effects_of_checkpoints, keep_in_order
 from hdtensor.ops.bound import BoundSpec
-from hdtensor.placements.layout import contiguous_stride, owned_boxes
+from hdtensor.placements.layout import OwnedBox, contiguous_stride, owned_boxes
 from hdtensor.placements.spec import HDSpec
 
 
@@ -103,22 +104,35 @@ def _fill(
 def _counter_draw(
     like: Tensor, key: Tensor, kind: str, start: Any, strides: Any, low: float, high: float
 ) -> Tensor:
-    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    out = _like(like)
     _fill(kind, out, int(key.item()), start, strides, low, high)
     return out
 
 
 def _counter_draw_owned(like: Tensor, key: Tensor, kind: str, spec: str, *rest: Any) -> Tensor:
     shape, top_sizes, offset, low, high = rest
-    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    out = _like(like)
     sizes = None if top_sizes is None else tuple(top_sizes)
-    strides = contiguous_stride(shape)
-    for owned in owned_boxes(HDSpec.from_text(spec), tuple(shape), sizes, current_rank()):
-        start = owned.box.start
+    owned = owned_boxes(HDSpec.from_text(spec), tuple(shape), sizes, current_rank())
+    number, strides = int(key.item()), contiguous_stride(shape)
+    for view, start in places(out, owned, offset):
+        _fill(kind, view, number, start, strides, low, high)
+    return out
+
+
+def places(
+    local: Tensor, owned: Iterable[OwnedBox], offset: int
+) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """Yield each box that a rank owns, with the global index of its first element, after ``offset`` along dim 0."""
+    for each in owned:
+        start = each.box.start
         if offset:
             start = (start[0] + offset, *start[1:])
-        _fill(kind, out[owned.local_slices], int(key.item()), start, strides, low, high)
-    return out
+        yield local[each.local_slices], start
+
+
+def _like(like: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 # A key must be drawn as often, and in the order, that the program says: every rank's generator goes on alike.
@@ -135,19 +149,11 @@ _library.define(
     "counter_draw(Tensor like, Tensor key, str kind, SymInt[] start, SymInt[] strides, Scalar low, Scalar high) -> Tensor"
 )
 _library.impl("counter_draw", _counter_draw, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "hdtensor::counter_draw",
-    lambda like, *rest: torch.empty_like(like, memory_format=torch.contiguous_format),
-    lib=_library,
-)
+torch.library.register_fake("hdtensor::counter_draw", _like, lib=_library)
 
 _library.define(
     "counter_draw_owned(Tensor like, Tensor key, str kind, str spec, SymInt[] shape, SymInt[]? top_sizes, SymInt offset, "
     "Scalar low, Scalar high) -> Tensor"
 )
 _library.impl("counter_draw_owned", _counter_draw_owned, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "hdtensor::counter_draw_owned",
-    lambda like, *rest: torch.empty_like(like, memory_format=torch.contiguous_format),
-    lib=_library,
-)
+torch.library.register_fake("hdtensor::counter_draw_owned", _like, lib=_library)

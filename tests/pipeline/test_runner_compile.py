@@ -11,17 +11,23 @@ from tests.pipeline import tiny
 from tests.support.world import run_world
 
 
-def _check_compiled_layers(rank):
-    whole, reference = tiny.batch(), tiny.llama()
-    runner = Runner(tiny.llama(), tiny.pairs())
+def _compile_layers(model):
+    """Compile each layer in place; return the list that its graphs come into."""
     graphs = []
 
     def backend(graph, example_inputs):
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, example_inputs)
 
-    for layer in runner.model.model.layers:
+    for layer in model.model.layers:
         layer.compile(backend=backend, fullgraph=True)
+    return graphs
+
+
+def _check_compiled_layers(rank):
+    whole, reference = tiny.batch(), tiny.llama()
+    runner = Runner(tiny.llama(), tiny.pairs())
+    graphs = _compile_layers(runner.model)
     for _ in range(3):
         with (
             warnings.catch_warnings()
@@ -62,14 +68,7 @@ def _check_tensor_parallel_layers(rank, schedule):
     whole, reference = tiny.batch(), tiny.llama()
     runner = Runner(tiny.llama(), plan, schedule=schedule)
     warnings.filterwarnings("ignore", "the backward of a compiled module cannot be split")
-    graphs = []
-
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, example_inputs)
-
-    for layer in runner.model.model.layers:
-        layer.compile(backend=backend, fullgraph=True)
+    graphs = _compile_layers(runner.model)
     for _ in range(2):
         loss = runner.step(whole)
         expected = tiny.one_device(reference, whole)

@@ -77,6 +77,8 @@ def gradient_spec(spec: HDSpec) -> HDSpec:
 def gradient_bound(bound: BoundSpec) -> BoundSpec:
     """Return the layout of a gradient that comes back into a tensor: ``Partial`` becomes ``Replicate``."""
     spec = gradient_spec(bound.spec)
+    if spec is bound.spec and not bound.is_copy:
+        return bound
     return BoundSpec.of(spec, bound.shape, bound.stride, bound.dtype, bound.top_sizes)
 
 

@@ -99,11 +99,9 @@ def fill_owned(
     if bound.is_symbolic:
         fill(local, key, drawing.Owned(bound, offset), strides)
         return local
-    for owned in owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, bound.rank):
-        start = owned.box.start
-        if offset:
-            start = (start[0] + offset, *start[1:])
-        fill(local[owned.local_slices], key, start, strides)
+    owned = owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, bound.rank)
+    for view, start in drawing.places(local, owned, offset):
+        fill(view, key, start, strides)
     return local
 
 
