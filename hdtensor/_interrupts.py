@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from types import FrameType
 
 
@@ -46,6 +47,8 @@ def in_order() -> Iterator[None]:
 @contextmanager
 def withheld() -> Iterator[None]:
     """Withhold Ctrl-C inside of the block; processes that are started there never get it, their parent ends them."""
+    # multiprocessing's tracker starts with the first process, and starting it lets Ctrl-C through again.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -93,6 +93,31 @@ def test_ctrl_c_ends_the_processes_that_measure(tmp_path):
     assert not _is_alive(process.pid)
 
 
+_STARTS_A_PROCESS = """
+import multiprocessing, signal
+from hdtensor._interrupts import withheld
+
+def show():
+    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+if __name__ == "__main__":
+    with withheld():
+        process = multiprocessing.get_context("spawn").Process(target=show)
+        process.start()
+    process.join()
+    show()
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_withheld_from_the_first_process_too(tmp_path):
+    (tmp_path / "program.py").write_text(_STARTS_A_PROCESS)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("True\nFalse\n", "")
+
+
 def test_a_program_that_imports_the_package_keeps_its_ctrl_c(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     for words, name, expected in (
