@@ -21,6 +21,7 @@ from report import machine, write_page
 
 from hdtensor.planner.cluster_text import cluster_of_text
 from hdtensor.planner.models import find_model
+from hdtensor.planner.planning import with_tight_bound
 from hdtensor.planner.replan import replan
 from hdtensor.planner.roofline import RooflineCosts
 from hdtensor.planner.sailor_files import SailorFolder
@@ -106,7 +107,12 @@ def large_rows() -> Iterator[Row]:
     ):
         found, seconds = plan(text, model, batch)
         uniform = f"{found.uniform.seconds:.2f} s" if found.uniform else "none"
-        notes = f"step {found.seconds:.2f} s, gap {found.gap:.0%}, uniform {uniform}; {found.candidates[0].what}"
+        gaps = f"gap {found.gap:.1%}"
+        if len(found.space.pools) == 2:
+            start = time.process_time()
+            tight = with_tight_bound(found)
+            gaps += f" (tight {tight.gap:.1%}, in {time.process_time() - start:.1f} s more)"
+        notes = f"step {found.seconds:.2f} s, {gaps}, uniform {uniform}; {found.candidates[0].what}"
         yield Row(f"{text}, {model}, batch {batch} {beside}", seconds, goal, "s", notes)
 
 

@@ -18,6 +18,7 @@ over lanes (``lane_bounds``); a knapsack joins sets. T is a bound if the batch d
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ import numpy as np
 from hdtensor.planner.lane_bounds import most_alone
 from hdtensor.planner.lane_classes import LaneBound, Rows, find_useful
 from hdtensor.planner.lane_sets import LaneSets
+from hdtensor.planner.priced_bounds import priced_bound
 from hdtensor.planner.space import Space
 from hdtensor.planner.whole_parts import WholeParts
 
@@ -76,31 +78,43 @@ def work_bound(space: Space) -> float:
     return float(space.workload.batch * (space.num_layers + beside) / total)
 
 
-def lower_bound(space: Space, high: float | None = None, *, whole_layers: bool = True) -> Bound:
+def lower_bound(
+    space: Space,
+    high: float | None = None,
+    *,
+    whole_layers: bool = True,
+    is_tight: bool = False,
+    should_stop: Callable[[], bool] | None = None,
+) -> Bound:
     """Return a lower bound on the step of every strategy of a space.
 
     Args:
         space: What the search knows.
         high: The step of some strategy, above which the bound cannot be; default any.
         whole_layers: Whether stages have whole layers. Without, what the bound loses is the part that whole layers cost.
+        is_tight: Whether to take seconds, on large clusters minutes, for a bound as near to the best step as can be.
+        should_stop: Is asked now and then; once it says yes, the best bound so far is returned.
     """
     work = work_bound(space)
-    if (
-        math.prod(count + 1 for count in space.devices) > _MOST_POINTS
-        or count_sets(space) > _MOST_SETS
-    ):
-        return Bound(work, work)
     low, top = work, high or 64 * work
+    if count_sets(space) > _MOST_SETS:
+        return Bound(work, work)
+    if math.prod(count + 1 for count in space.devices) > _MOST_POINTS:
+        seconds = priced_bound(
+            space, low, top, whole_layers=whole_layers, is_tight=is_tight, should_stop=should_stop
+        )
+        return Bound(seconds, work)
     sets = LaneSets(space, whole_layers=whole_layers)
-    if len(sets.counts) > _MANY_SETS and high is not None:
+    is_many = len(sets.counts) > _MANY_SETS and not is_tight
+    if is_many and high is not None:
         top = max(low, high / _SOUGHT)
     useful = _useful(sets, top)
     most = min(sum(space.devices), space.workload.batch, space.options.max_lanes or 1 << 30)
     lanes = LaneBound(space, space.options.min_lanes, most)
     if top != high and not lanes.may_end_in(top, sets, useful):
         return Bound(top, work)
-    step, close = _FIRST_STEP, _CLOSE_MANY if len(sets.counts) > _MANY_SETS else _CLOSE
-    while top > low * (1 + close):
+    step, close = _FIRST_STEP, _CLOSE_MANY if is_many else _CLOSE
+    while top > low * (1 + close) and not (should_stop and should_stop()):
         # Most bounds are near the best step: steps down from there grow, until a bound is found.
         middle = max(top * (1 - step), (low * top) ** 0.5)
         if lanes.may_end_in(middle, sets, useful):

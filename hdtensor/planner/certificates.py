@@ -191,9 +191,6 @@ def _lanes_model(
     model.step = pyo.Var(bounds=(0, longest * (1 + most[1])))
     model.goal = pyo.Objective(expr=model.step)
 
-    def used(lane: int, place: int) -> Any:
-        return sum(model.takes[lane, place, kind] for kind in model.kinds)
-
     def stage_time(model: Any, lane: int, place: int) -> Any:
         each = sum(model.takes[lane, place, k] * kinds[k].seconds for k in model.kinds)
         return model.seconds[lane, place] == model.layers[lane, place] * each
@@ -201,14 +198,14 @@ def _lanes_model(
     model.stage_time = pyo.Constraint(model.lanes, model.places, rule=stage_time)
 
     def lane_time(model: Any, lane: int, place: int) -> Any:
-        stages = sum(used(lane, other) for other in model.places)
+        stages = sum(_used(model, lane, other) for other in model.places)
         passes = model.microbatches[lane] + stages - 1
         return passes * model.seconds[lane, place] <= model.step
 
     model.lane_time = pyo.Constraint(model.lanes, model.places, rule=lane_time)
 
     def no_holes(model: Any, lane: int, place: int) -> Any:
-        return used(lane, place) <= (used(lane, place - 1) if place else 1)
+        return _used(model, lane, place) <= (_used(model, lane, place - 1) if place else 1)
 
     model.no_holes = pyo.Constraint(model.lanes, model.places, rule=no_holes)
 
@@ -224,25 +221,38 @@ def _lanes_model(
 
     model.devices_of_pool = pyo.Constraint(model.pools, rule=devices_of_pool)
 
-    def all_layers(model: Any, lane: int) -> Any:
-        return sum(model.layers[lane, p] for p in model.places) == num_layers * used(lane, 0)
-
-    model.all_layers = pyo.Constraint(model.lanes, rule=all_layers)
-
-    def some_layers(model: Any, lane: int, place: int) -> Any:
-        return model.layers[lane, place] >= used(lane, place)
-
-    model.some_layers = pyo.Constraint(model.lanes, model.places, rule=some_layers)
-
-    def no_layers(model: Any, lane: int, place: int) -> Any:
-        return model.layers[lane, place] <= num_layers * used(lane, place)
-
-    model.no_layers = pyo.Constraint(model.lanes, model.places, rule=no_layers)
+    _add_layers(model, num_layers)
 
     def some_microbatches(model: Any, lane: int) -> Any:
-        return model.microbatches[lane] <= batch * used(lane, 0)
+        return model.microbatches[lane] <= batch * _used(model, lane, 0)
 
     model.some_microbatches = pyo.Constraint(model.lanes, rule=some_microbatches)
 
     model.batch = pyo.Constraint(expr=sum(model.microbatches[i] for i in model.lanes) == batch)
     return model
+
+
+def _used(model: Any, lane: int, place: int) -> Any:
+    """Return whether a lane has a stage in a place."""
+    return sum(model.takes[lane, place, kind] for kind in model.kinds)
+
+
+def _add_layers(model: Any, num_layers: int) -> None:
+    """Let each lane that is used hold all layers, one or more in each of its stages."""
+
+    def all_layers(model: Any, lane: int) -> Any:
+        return sum(model.layers[lane, p] for p in model.places) == num_layers * _used(
+            model, lane, 0
+        )
+
+    model.all_layers = pyo.Constraint(model.lanes, rule=all_layers)
+
+    def some_layers(model: Any, lane: int, place: int) -> Any:
+        return model.layers[lane, place] >= _used(model, lane, place)
+
+    model.some_layers = pyo.Constraint(model.lanes, model.places, rule=some_layers)
+
+    def no_layers(model: Any, lane: int, place: int) -> Any:
+        return model.layers[lane, place] <= num_layers * _used(model, lane, place)
+
+    model.no_layers = pyo.Constraint(model.lanes, model.places, rule=no_layers)

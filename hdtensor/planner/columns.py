@@ -1,6 +1,6 @@
 """``Columns``: shapes of lanes with layers, and what each takes, thousands at once.
 
-The seconds of a lane with M micro-batches are estimated by what no schedule of the kind beats. For a stage s with
+The seconds of a lane with M micro-batches are estimated by what its schedule takes with many of them. For a stage s with
 w stages behind it, f and b its forward and backward of a micro-batch, a = f + b, and m a message::
 
     up_s   = sum_{r<s} (a_r + 2 m_r)    before the first forward, and behind the last backward
@@ -194,6 +194,22 @@ class ColumnMaker:
             tuple(forward.tolist()), tuple((work - forward).tolist()), message, message
         )
 
+    def least_seconds(
+        self, kinds: Sequence[int], layers: Ints, m: int, num_microbatches: int
+    ) -> Floats:
+        """Return what a lane takes at least, tails included, for each of many ways to split its layers, of shape (ways,).
+
+        Args:
+            kinds: Of the lane's stages.
+            layers: Of shape (ways, stages).
+            m: Number of the size of micro-batches.
+            num_microbatches: How many the lane does.
+        """
+        loads = self._loads(np.array([kinds]), m)
+        ends = _least_ends(loads, layers, num_microbatches, self.space.workload.schedule)
+        found: Floats = ends.max(axis=1)
+        return found
+
     def tail_seconds(self, kinds: Sequence[int], layers: Sequence[int]) -> list[float]:
         """Return what comes after the passes of each stage of one lane."""
         tails = self._tails.of(np.array([kinds]), np.array([layers]))[0]
@@ -236,6 +252,30 @@ def constraints(loads: _Loads, layers: Ints) -> tuple[Floats, Floats]:
     beside = np.maximum(both + tails[:, :1], fill + tails) + wait
     pairs = (work[:, :-1] + work[:, 1:] + loads.message[:, :-1]) / 2
     return np.concatenate([work, pairs], 1), np.concatenate([beside, beside[:, :-1]], 1)
+
+
+def _least_ends(loads: _Loads, layers: Ints, num_microbatches: int, schedule: str) -> Floats:
+    """Return what lanes take at least by each of their stages, of shape (lanes, stages), for any number of micro-batches.
+
+    A stage does all its passes after the forwards before it, and then has its own tail. Unless backwards are cut in two,
+    backwards before it and the first stage's tail follow; and with 1F1B and w stages behind, from w + 2 micro-batches on, the
+    first and the last of them pass through these while the stage waits.
+    """
+    work = loads.layer * layers + loads.beside
+    tails = loads.tail_layer * layers + loads.tail_beside
+    passes = num_microbatches * work
+    least = _before(work * loads.fill + loads.message / 2) + passes + tails
+    if drain_part(schedule) < 1:
+        return least
+    around = _before(work + loads.message) + tails[:, :1]
+    least = np.maximum(least, around + passes)
+    if schedule.lower() == "1f1b":
+        behind = np.arange(work.shape[1] - 1, -1, -1)
+        down = np.cumsum(work[:, ::-1], axis=1)[:, ::-1] - work
+        down += np.cumsum(np.broadcast_to(loads.message, work.shape)[:, ::-1], axis=1)[:, ::-1]
+        turns = around + 2 * down + passes - behind * work
+        least = np.where(num_microbatches >= behind + 2, np.maximum(least, turns), least)
+    return least
 
 
 def _before(values: Floats) -> Floats:

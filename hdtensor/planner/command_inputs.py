@@ -93,11 +93,24 @@ def add_search(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
             metavar="N",
             help=words,
         )
+    parser.add_argument(
+        "--tight-bound",
+        action="store_true",
+        help="prove more: takes seconds, on a thousand devices minutes",
+    )
 
 
 def search_options(options: argparse.Namespace) -> SearchOptions:
     """Return what plans may look like by the options."""
-    names = ("tp_degrees", "cp_degrees", "mbs", "max_stages", "min_lanes", "max_lanes")
+    names = (
+        "tp_degrees",
+        "cp_degrees",
+        "mbs",
+        "max_stages",
+        "min_lanes",
+        "max_lanes",
+        "tight_bound",
+    )
     return SearchOptions(**{name: getattr(options, name) for name in names})
 
 

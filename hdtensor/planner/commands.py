@@ -95,12 +95,14 @@ def _plan(options: argparse.Namespace) -> int:
     started = time.monotonic()
     with Interrupt() as interrupt:  # until the plan is written, so that no Ctrl-C loses it
         with ProgressBar("searching") as bar:
+
+            def should_stop() -> bool:
+                return interrupt.is_set() or _is_late(started, options)
+
             if options.replan is None:
-                found = _search(
-                    options, bar, lambda: interrupt.is_set() or _is_late(started, options)
-                )
+                found = _search(options, bar, should_stop)
             else:
-                found = replan_of(options)
+                found = replan_of(options, should_stop)
         planned, result, costs, lost, facts = found
         summary = explained(planned, result, costs).summary
         predicted = {"step_seconds": summary.prediction.seconds, **summary.why}

@@ -123,7 +123,7 @@ class LaneBound:
         """
         usable = (sets.counts[:, self._reach] > 0).any(axis=1)
         sizes = [
-            _Size(sets, self._tails, m, rows & usable, seconds, self._sharers)
+            SizedLanes(sets, self._tails, m, rows & usable, seconds, self._sharers)
             for m, rows in enumerate(useful)
         ]
         caps = self._check(sets, sizes)
@@ -141,7 +141,7 @@ class LaneBound:
     def _sharers(self) -> int:
         return self.most if self.space.workload.zero else 1
 
-    def _check(self, sets: LaneSets, sizes: Sequence[_Size]) -> list[Ints]:
+    def _check(self, sets: LaneSets, sizes: Sequence[SizedLanes]) -> list[Ints]:
         """Take micro-batches from sets whose stages do not hold all layers, while that changes anything; return what is left."""
         most = min(self.most, sum(self.space.devices))
         for _ in range(_MOST_FEWER):
@@ -164,7 +164,7 @@ class LaneBound:
         return bool(caps[chosen].sum() >= batch)
 
 
-class _Size:
+class SizedLanes:
     """Lanes with one size of micro-batches: the most of these that each set does in a time, ever less."""
 
     def __init__(
@@ -190,13 +190,13 @@ class _Size:
         schedule = workload.schedule.lower()
         rows = np.flatnonzero(useful)
         if len(rows):
-            rows = rows[_holds(sets.subset(rows), m, sharers, 1)]
+            rows = rows[holds_layers(sets.subset(rows), m, sharers, 1)]
         self._rows = rows
         self._num, self._m, self._tails, self._seconds = len(sets.counts), m, tails, seconds
         self._sets = mine = sets.subset(self._rows)
         self._most = np.minimum(most_alone(mine, seconds, m), workload.batch // self._mbs)
         ahead = 1 if schedule == "gpipe" else sets.space.options.max_stages
-        few = np.flatnonzero(~_holds(mine, m, sharers, ahead))
+        few = np.flatnonzero(~holds_layers(mine, m, sharers, ahead))
         self._most[few] = np.minimum(self._most[few], mine.stages[few] - 1)
         has_limits = schedule == "1f1b" and len(rows) > 0
         self._stages = StageLimits(mine, tails, m) if has_limits else None
@@ -270,7 +270,7 @@ def most_samples(space: Space, caps: Ints, devices: Ints, most: int) -> tuple[fl
     return float(room @ worth) + most * gain, worth
 
 
-def _holds(sets: LaneSets, m: int, sharers: int, ahead: int) -> npt.NDArray[np.bool_]:
+def holds_layers(sets: LaneSets, m: int, sharers: int, ahead: int) -> npt.NDArray[np.bool_]:
     """Return whether the memory of each set holds all layers.
 
     With as many micro-batches as stages, 1F1B has 1, 2, ... of them in flight, from the last stage to the first. Which kind

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hdtensor.errors import PlannerError
+from hdtensor.planner.bounds import lower_bound
 from hdtensor.planner.cluster import Cluster
 from hdtensor.planner.costs import CostModel
 from hdtensor.planner.emit import Planned
@@ -212,7 +213,28 @@ def find_plan(
             f"{error} Plans whose stages do more than {MAX_PASSES} micro-batches are left out: a smaller batch helps too."
         ) from None
     planned = Planned(result.strategy, model, space.cluster, space.workload)
-    return _polished(planned, result, should_stop)
+    planned, result = _polished(planned, result, should_stop)
+    if space.options.tight_bound:
+        if report:
+            report(Progress(1.0, result.seconds, "the bound"))
+        result = with_tight_bound(result, should_stop)
+    return planned, result
+
+
+def with_tight_bound(
+    result: SearchResult, should_stop: Callable[[], bool] | None = None
+) -> SearchResult:
+    """Return the same with a bound as near to the step as can be.
+
+    Args:
+        result: What was found.
+        should_stop: Is asked now and then; once it says yes, the best bound so far is taken.
+    """
+    if result.gap <= 0:
+        return result
+    bound = lower_bound(result.space, result.seconds, is_tight=True, should_stop=should_stop)
+    best = max(bound.seconds, result.bound.seconds)
+    return replace(result, bound=result.bound._replace(seconds=best))
 
 
 def check_passes(space: Space) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from hdtensor.planner.bounds import lower_bound
 from hdtensor.planner.command_inputs import costs_of, planned_of, ranks, search_options, warn
 from hdtensor.planner.costs import CostModel
 from hdtensor.planner.emit import Planned
+from hdtensor.planner.planning import with_tight_bound
 from hdtensor.planner.quantities import whole_number
 from hdtensor.planner.resume import kept_lanes, options_for, replan_strategy
 from hdtensor.planner.search import SearchResult
@@ -60,8 +61,12 @@ def add_replan(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
-def replan_of(options: argparse.Namespace) -> Replanned:
+def replan_of(options: argparse.Namespace, should_stop: Callable[[], bool]) -> Replanned:
     """Return the plan of the options' file anew, for the ranks that are left.
+
+    Args:
+        options: Of the command.
+        should_stop: Ends what makes the bound tight.
 
     Raises:
         PlannerError: If an option contradicts the file, no rank is left, or nothing fits.
@@ -101,6 +106,8 @@ def replan_of(options: argparse.Namespace) -> Replanned:
         "seconds": seconds,
     }
     result = replace(result, bound=lower_bound(result.space, result.seconds))
+    if space.options.tight_bound:
+        result = with_tight_bound(result, should_stop)
     new = planned._replace(strategy=result.strategy)
     warn(conflict, options)
     return Replanned(new, result, costs, tuple(sorted(lost)), facts)

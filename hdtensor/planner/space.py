@@ -28,7 +28,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """What plans may look like.
+    """What plans may look like, and how much is proven of them.
 
     Attributes:
         tp_degrees: Degrees of tensor parallelism, powers of two; a stage never leaves its node.
@@ -39,6 +39,7 @@ class SearchOptions:
         max_lanes: Lanes; None for any number.
         equal_lanes: Whether all lanes have the same layers in their stages and equal shares of the batch,
             as frameworks need that know data parallelism only within a stage.
+        tight_bound: Whether to take seconds, on a thousand devices minutes, to prove as much of a plan as can be.
     """
 
     tp_degrees: tuple[int, ...] = (1, 2, 4, 8)
@@ -48,6 +49,7 @@ class SearchOptions:
     min_lanes: int = 1
     max_lanes: int | None = None
     equal_lanes: bool = False
+    tight_bound: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tp_degrees", "cp_degrees", "mbs"):
@@ -325,26 +327,7 @@ def make_space(
         raise PlannerError("ranks: none of them is in the cluster, so there is nothing to plan on.")
     kinds = find_kinds(pools, options)
     sizes = [size for size in options.mbs if size <= workload.batch]
-    most = sum(pool.num_devices for pool in pools)
-    if options.max_lanes is not None:
-        most = min(most, options.max_lanes)
-    if options.min_lanes > min(most, workload.batch):
-        raise PlannerError(
-            f"min_lanes: {most} devices and {workload.batch} samples make at most {min(most, workload.batch)} lanes, got "
-            f"{options.min_lanes}. Ask for fewer."
-        )
-    if not can_deal(workload.batch, sizes, options.min_lanes, most):
-        raise PlannerError(
-            f"mbs: {workload.batch} samples cannot be dealt to {options.min_lanes} to {most} lanes in micro-batches of "
-            f"{', '.join(map(str, options.mbs))}, one size in each lane; allow a size that divides the batch (1 always "
-            f"does), other numbers of lanes, or change the batch."
-        )
-    if options.equal_lanes and not _has_equal(workload.batch, sizes, options.min_lanes, most):
-        raise PlannerError(
-            f"batch: {workload.batch} samples are not the same whole number of micro-batches of "
-            f"{', '.join(map(str, options.mbs))} for each of {options.min_lanes} to {most} equal lanes; give a multiple of a "
-            f"number of lanes and a size, other sizes (mbs), or other numbers of lanes."
-        )
+    _check_lanes(workload.batch, options, sum(pool.num_devices for pool in pools))
     prices = find_prices(kinds, costs, sizes)
     if not np.isfinite(prices.layer).any():
         raise PlannerError(
@@ -361,3 +344,30 @@ def make_space(
         kinds=kinds,
         prices=prices,
     )
+
+
+def _check_lanes(batch: int, options: SearchOptions, num_devices: int) -> None:
+    """Refuse a batch that cannot be dealt to lanes.
+
+    Raises:
+        PlannerError: If so; it says what to change.
+    """
+    most = min(num_devices, options.max_lanes or num_devices)
+    sizes = [size for size in options.mbs if size <= batch]
+    if options.min_lanes > min(most, batch):
+        raise PlannerError(
+            f"min_lanes: {most} devices and {batch} samples make at most {min(most, batch)} lanes, got "
+            f"{options.min_lanes}. Ask for fewer."
+        )
+    if not can_deal(batch, sizes, options.min_lanes, most):
+        raise PlannerError(
+            f"mbs: {batch} samples cannot be dealt to {options.min_lanes} to {most} lanes in micro-batches of "
+            f"{', '.join(map(str, options.mbs))}, one size in each lane; allow a size that divides the batch (1 always "
+            f"does), other numbers of lanes, or change the batch."
+        )
+    if options.equal_lanes and not _has_equal(batch, sizes, options.min_lanes, most):
+        raise PlannerError(
+            f"batch: {batch} samples are not the same whole number of micro-batches of "
+            f"{', '.join(map(str, options.mbs))} for each of {options.min_lanes} to {most} equal lanes; give a multiple of a "
+            f"number of lanes and a size, other sizes (mbs), or other numbers of lanes."
+        )

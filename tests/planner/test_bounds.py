@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from hdtensor.errors import PlannerError
-from hdtensor.planner import bounds
+from hdtensor.planner import bounds, priced_bounds
 from hdtensor.planner.bounds import lower_bound
 from hdtensor.planner.cluster import Cluster, Link, Node
 from hdtensor.planner.cluster_text import cluster_of_text
@@ -16,6 +18,8 @@ from hdtensor.planner.lane_bounds import LaneLimits, most_alone
 from hdtensor.planner.lane_sets import LaneSets
 from hdtensor.planner.lane_times import LaneTimes, end_times
 from hdtensor.planner.models import find_model
+from hdtensor.planner.planning import find_plan, with_tight_bound
+from hdtensor.planner.priced_bounds import PricedLanes
 from hdtensor.planner.roofline import RooflineCosts
 from hdtensor.planner.score import Scorer
 from hdtensor.planner.search import search
@@ -28,10 +32,21 @@ from hdtensor.planner.workload import Workload
 from tests.planner.small import TableCosts, all_placed_strategies, device, space_of_nodes
 
 
-def least_by_force(space):
-    scorer = Scorer(space)
-    scored = (scorer.score(strategy) for strategy in all_placed_strategies(space))
-    return min((each.seconds for each in scored if each is not None), default=None)
+def steps_by_force(space):
+    """Return the best step of each number of lanes that has one."""
+    scorer, steps = Scorer(space), {}
+    for strategy in all_placed_strategies(space):
+        scored, num = scorer.score(strategy), len(strategy.lanes)
+        if scored is not None:
+            steps[num] = min(scored.seconds, steps.get(num, scored.seconds))
+    return steps
+
+
+@functools.cache
+def small_space(seed):
+    """Return a small random space and its steps by force."""
+    space = space_of_nodes(seed)
+    return space, steps_by_force(space)
 
 
 def papers_space():
@@ -42,17 +57,34 @@ def papers_space():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_strategy_on_any_nodes_beats_the_bound(seed, monkeypatch):
-    space = space_of_nodes(seed)
-    best = least_by_force(space)
-    if best is None:
+    space, steps = small_space(seed)
+    if not steps:
         return
+    best = min(steps.values())
     found = [lower_bound(space), lower_bound(space, best)]
     found.append(lower_bound(space, best, whole_layers=False))
     # With thousands of sets, a time a little below the best step is asked first.
     monkeypatch.setattr(bounds, "_MANY_SETS", 0)
     monkeypatch.setattr(bounds, "_SOUGHT", 1.0 + 0.002 * (seed % 8))
     found.append(lower_bound(space, best))
+    # As with many devices.
+    monkeypatch.setattr(bounds, "_MOST_POINTS", 0)
+    monkeypatch.setattr(priced_bounds, "_AT_A_TIME", 1 + seed % 7)
+    monkeypatch.setattr(priced_bounds, "_FACTORS", (1.0, 1.01, 1.1, 1.3))
+    found += [lower_bound(space, best), lower_bound(space, best, whole_layers=False)]
+    found.append(lower_bound(space, best, is_tight=True))
     assert max(bound.seconds for bound in found) <= best * (1 + 1e-9)
+    assert found[-1].seconds >= found[-3].seconds
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_number_of_lanes_does_the_batch_sooner_than_prices_allow(seed):
+    space, steps = small_space(seed)
+    lanes = PricedLanes(space)
+    assert max(steps, default=0) <= lanes.most_lanes
+    for num, seconds in steps.items():
+        assert lanes.most_samples(seconds, num, num) >= space.workload.batch * (1 - 1e-9)
+        assert lanes.most_samples(seconds, 1, num) >= space.workload.batch * (1 - 1e-9)
 
 
 def test_lanes_that_share_an_optimizer_are_not_bounded_by_the_fewest():
@@ -66,7 +98,7 @@ def test_lanes_that_share_an_optimizer_are_not_bounded_by_the_fewest():
         num_bytes=0.0, first=0.0, last=0.0, fixed=0.0, is_zero=True, num_bytes_sent=9.0
     )
     space = make_space(cluster, costs, work, 2, SearchOptions(tp_degrees=(1,), mbs=(1,)))
-    best = least_by_force(space)
+    best = min(steps_by_force(space).values())
     assert best == pytest.approx(2 + 0.01 * 4 / 3)  # two layers, and with them embedding and head
     assert lower_bound(space).seconds <= best
     assert lower_bound(space).seconds > 2
@@ -226,3 +258,32 @@ def test_the_plan_of_the_papers_cluster_is_within_two_percent_of_the_bound():
     parts = found.bound.parts
     assert parts is not None
     assert 0.99 * found.seconds < parts.seconds <= found.seconds
+
+
+def test_prices_of_devices_bound_a_large_cluster():
+    work = Workload(batch=256, context=4096)
+    costs = RooflineCosts(model=find_model("llama-32B"), workload=work)
+    cluster = cluster_of_text("64x H800 + 64x H20")
+    found = search(make_space(cluster, costs, work, costs.model.num_layers))
+    assert found.gap < 0.13
+    assert found.bound.seconds > 1.2 * found.bound.work
+
+
+def test_a_tight_bound_proves_more_and_stops_when_told():
+    work = Workload(batch=64, context=2048)
+    costs = RooflineCosts(model=find_model("llama-7b"), workload=work)
+    space = make_space(
+        cluster_of_text("64x H800 + 64x H20"), costs, work, costs.model.num_layers,
+        SearchOptions(tp_degrees=(1, 2), mbs=(1,), max_stages=4),
+    )  # fmt: skip
+    _, usual = find_plan(costs.model, space)
+    options = replace(space.options, tight_bound=True)
+    _, tight = find_plan(costs.model, replace(space, options=options))
+    assert tight.seconds == usual.seconds
+    assert usual.bound.seconds < tight.bound.seconds <= tight.seconds
+    asked = []
+    stopped = with_tight_bound(usual, lambda: len(asked) > 2 or asked.append(1))
+    assert usual.bound.seconds <= stopped.bound.seconds < tight.bound.seconds
+    assert len(asked) == 3
+    done = replace(usual, bound=usual.bound._replace(seconds=usual.seconds))
+    assert with_tight_bound(done) is done

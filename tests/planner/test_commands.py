@@ -58,6 +58,15 @@ def plan(tmp_path, capsys):
     return path
 
 
+def test_a_tight_bound_is_told(capsys):
+    usual = json.loads(run(capsys, "plan", *SMALL, "--json")[1])
+    code, out, err = run(capsys, "plan", *SMALL, "--json", "--tight-bound")
+    assert (code, err) == (0, "")
+    tight = json.loads(out)
+    assert tight["why"]["bound_seconds"] >= usual["why"]["bound_seconds"]
+    assert tight["why"]["gap"] <= usual["why"]["gap"]
+
+
 def test_a_plan_can_be_explained_simulated_and_run_dry_from_its_file_alone(plan, capsys):
     code, explained, err = run(capsys, "explain", str(plan))
     assert (code, err) == (0, "")
