@@ -41,6 +41,7 @@ from hdtensor.planner.profile_transfers import TransferPoint
 from hdtensor.planner.profile_units import UnitPoint
 from hdtensor.planner.profile_world import launched_world
 from hdtensor.planner.progress import Interrupt, ProgressBar
+from hdtensor.planner.renumber import renumber
 from hdtensor.planner.replan_command import (
     Replanned,
     add_replan,
@@ -105,6 +106,9 @@ def _plan(options: argparse.Namespace) -> int:
                 found = replan_of(options, should_stop)
         planned, result, costs, lost, facts = found
         summary = explained(planned, result, costs).summary
+        if options.renumber:
+            planned, lost = renumber(planned, lost), ()
+            summary = predict(planned, costs, dict(summary.why))
         predicted = {"step_seconds": summary.prediction.seconds, **summary.why}
         label = f"{planned.model.name}, {planned.workload.batch} samples"
         plan = emit(planned, label=label, predicted=predicted, lost=lost)
@@ -112,7 +116,7 @@ def _plan(options: argparse.Namespace) -> int:
             plan.save(options.output)
     uniform = None
     if options.uniform and result.uniform is not None:
-        uniform = predict(planned._replace(strategy=result.uniform.strategy), costs)
+        uniform = predict(found.planned._replace(strategy=result.uniform.strategy), costs)
     _write_outputs(summary, options)
     if options.json:
         more = {} if uniform is None else {"uniform": uniform.to_dict()}
