@@ -28,6 +28,7 @@ from hdtensor.planner.command_inputs import (
     print_json,
     search_options,
     seconds,
+    unmeasured,
     warn,
     workload_of,
 )
@@ -118,6 +119,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.uniform and result.uniform is not None:
         uniform = predict(found.planned._replace(strategy=result.uniform.strategy), costs)
     _write_outputs(summary, options)
+    warn(unmeasured(planned, costs), options)
     if options.json:
         more = {} if uniform is None else {"uniform": uniform.to_dict()}
         more |= {"replan": dict(facts)} if facts else {}
@@ -214,6 +216,7 @@ def summary_of(options: argparse.Namespace) -> Summary:
     costs = costs_of(planned, options)
     summary = predict(planned, costs)
     warn(conflict, options)
+    warn(unmeasured(planned, costs), options)
     said = purpose.get("predicted", {})
     # What was said holds for what was planned: not for another cluster, other costs or an edited file.
     if not isinstance(said, dict) or said.get("step_seconds") != summary.prediction.seconds:
@@ -263,6 +266,11 @@ def add_profile(commands: Commands) -> None:
         "--precision", default=default.precision, metavar="NAME", help=", ".join(PRECISIONS)
     )
     parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="what your cluster's description calls these devices; default their usual name",
+    )
+    parser.add_argument(
         "--seconds",
         type=seconds,
         default=default.max_seconds,
@@ -280,6 +288,7 @@ def _profile(options: argparse.Namespace) -> int:
         **{name: getattr(options, name) for name in names},
         precision=options.precision,
         max_seconds=options.seconds,
+        device=options.device,
     )
     model = find_model(options.model)
     with launched_world() as rank, ProgressBar("measuring", is_quiet=rank > 0) as bar:
