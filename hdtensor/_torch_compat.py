@@ -384,8 +384,9 @@ def abstract_mesh(mesh_shape: tuple[int, ...], index: int) -> DeviceMesh:
     size = 1
     for axis in mesh_shape:
         size *= axis
-    ranks = torch.arange(size, dtype=torch.int).view(mesh_shape)
-    return DeviceMesh("cpu", ranks, _init_backend=False, _rank=index)
+    with without_modes():  # it is kept, and a compiler's tensors have no values
+        ranks = torch.arange(size, dtype=torch.int).view(mesh_shape)
+        return DeviceMesh("cpu", ranks, _init_backend=False, _rank=index)
 
 
 #: Where Python bindings of aten functions live, best first.
