@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -122,9 +123,39 @@ def decomposed(func: Any) -> Callable[..., Any] | None:
     return functools.partial(func._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
-def keep_in_order(name: str, library: torch.library.Library) -> None:
-    """Have ``torch.compile`` keep all calls of an operator, also without a use, and their order."""
+def keep_in_order(name: str, library: torch.library.Library, fake: Callable[..., Any]) -> None:
+    """Register an operator's fake kernel; have ``torch.compile`` keep all its calls, also without a use, and their order."""
+
+    def run(*args: Any) -> Any:
+        _order_effects()
+        return fake(*args)
+
+    torch.library.register_fake(name, run, lib=library)
     torch.library._register_effectful_op(name, torch.library.EffectType.ORDERED, lib=library)
+
+
+def _order_effects() -> None:
+    """Have inductor keep the order of effects, once it is imported.
+
+    It notes the call before by its buffer's name, and looks for it by its operation's: so the order was free where it
+    reorders, and was another on each rank.
+    """
+    lowering, op = sys.modules.get("torch._inductor.lowering"), torch.ops.higher_order.with_effects
+    original = None if lowering is None else lowering.lowerings[op]
+    if lowering is None or original is None or hasattr(original, "keeps_order"):
+        return
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        graph = lowering.V.graph
+        first = len(graph.operations)
+        result = original(*args, **kwargs)
+        for operation in graph.operations[first:]:
+            for before in graph.additional_star_deps.pop(operation.get_name(), ()):
+                graph.additional_buffer_deps[operation.get_operation_name()].add(before)
+        return result
+
+    lower.keeps_order = True  # type: ignore[attr-defined]
+    lowering.lowerings[op] = lower
 
 
 def register_value_type(cls: type, *members: str) -> None:

@@ -137,6 +137,11 @@ PRIVATE_NAMES = (
         "2.13-2.15",
     ),
     PrivateName(
+        "torch._inductor.lowering -> lowerings, V",
+        "inductor keeps that order too where it reorders operators",
+        "2.13-2.14",
+    ),
+    PrivateName(
         "torch._functorch._aot_autograd.runtime_wrappers.AOTDispatchAutograd -> process_runtime_tangent",
         "compiled backwards, where some of several outputs get no gradient",
         "2.13-2.15",
