@@ -64,6 +64,22 @@ def test_sizes_that_nothing_was_done_to_keep_their_names():
     assert max(counts[-1] for counts in graphs) <= 2
 
 
+def _chunks(x):
+    first, second = x.chunk(2, 1)
+    return first.pow(2), second * 2, x.chunk(2, -1)[1]
+
+
+def _check_chunks(rank: int) -> list[int]:
+    program = Program(_chunks, lambda b, s: [tensor(b, s, 8, spec=BATCH)])
+    return check(program, mark=False, dynamic=True, sizes=((13, 6), (21, 10), (9, 7)))
+
+
+@pytest.mark.dist(4)
+def test_chunks_of_open_lengths():
+    graphs = run_world(_check_chunks, 4)
+    assert max(counts[-1] for counts in graphs) <= 2
+
+
 def _check_first_of_all(rank: int) -> None:
     """Compile before anything ran, so that the compiler meets each mesh first."""
     mlp = PROGRAMS["mlp"]
