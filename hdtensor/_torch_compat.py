@@ -69,6 +69,7 @@ __all__ = [
     "is_profiled",
     "is_traced",
     "keep_effects_of_checkpoints",
+    "keep_first_names",
     "keep_in_order",
     "keeps_graph",
     "local_binding",
@@ -311,6 +312,26 @@ def extend_tangents(tensor_type: type, convert: Callable[[torch.Tensor, Any], An
     AOTDispatchAutograd.process_runtime_tangent = staticmethod(  # type: ignore[method-assign]
         AOTDispatchAutograd.process_runtime_tangent
     )
+
+
+@functools.cache
+def keep_first_names() -> None:
+    """Have tracers go on taking an open size for the first value that had its name.
+
+    They look sizes up by name that they did not see being made, as those of wrappers. Named anew by what was made of such a
+    size and is as large (``max(n, 1)``), it would be looked for in itself without end.
+    """
+    from torch.fx.experimental import proxy_tensor  # noqa: PLC0415 - imported by who compiles
+
+    def set_slot(original: Callable[..., None], obj: Any, tracer: Any, proxy: Any) -> None:
+        names = tracer.sympy_expr_tracker if isinstance(obj, torch.SymInt) else {}
+        name = getattr(obj.node, "expr", None) if names else None
+        known = names.get(name)
+        original(obj, tracer, proxy)
+        if known is not None:
+            names[name] = known
+
+    _put_before(proxy_tensor, "set_proxy_slot", set_slot)
 
 
 def extend_compile(note: Callable[[], None]) -> None:

@@ -137,6 +137,11 @@ PRIVATE_NAMES = (
         "2.13-2.15",
     ),
     PrivateName(
+        "torch.fx.experimental.proxy_tensor.set_proxy_slot -> sympy_expr_tracker",
+        "tracers keep the first value that an open size's name stood for",
+        "2.13-2.14",
+    ),
+    PrivateName(
         "torch._inductor.lowering -> lowerings, V",
         "inductor keeps that order too where it reorders operators",
         "2.13-2.14",

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from hdtensor._rank import current_rank
-from hdtensor._torch_compat import DTensorSpec, TensorMeta, abstract_mesh
+from hdtensor._torch_compat import DTensorSpec, TensorMeta, abstract_mesh, keep_first_names
 from hdtensor.errors import SpecError
 from hdtensor.placements import checks
 from hdtensor.placements.layout import (
@@ -105,6 +105,7 @@ class BoundSpec:
         try:
             found = cls._interned.get(key)
         except TypeError:  # sizes that a compiler has not fixed
+            keep_first_names()
             return SymbolicBound._build(*key)
         if found is None:
             if len(cls._interned) >= MAX_INTERNED:

@@ -45,15 +45,24 @@ def test_sizes_become_symbols_when_they_change_first():
     assert graphs == [[1, 2, 2, 2]] * 4
 
 
-def _sums(x, y):
-    """Make one more graph of symbols: a running sum's backward knows its sizes by other names than the forward."""
+def _sums(x, y, z):
+    """Use operators whose backward knows sizes by other names than their forward."""
     moved = x.cumsum(-1).redistribute("R / 0,1,2,3:S0")
-    return moved, y.cumsum(-1).redistribute("S1[1:2] / 0,3:R 2:R").cumsum(0)
+    return (
+        moved,
+        y.cumsum(-1).redistribute("S1[1:2] / 0,3:R 2:R").cumsum(0),
+        z.repeat(2, 1, 1),
+    )
 
 
 def _check_sums(rank: int) -> list[int]:
     program = Program(
-        _sums, lambda b, s: [tensor(b, s, spec="R / 1,0:S0 3:R"), tensor(b, s, spec=BATCH)]
+        _sums,
+        lambda b, s: [
+            tensor(b, s, spec="R / 1,0:S0 3:R"),
+            tensor(b, s, spec=BATCH),
+            tensor(b, s, 4, spec="S1[2:1] / 0,1:R 2:S2"),
+        ],
     )
     return check(program, mark=False, dynamic=True, sizes=((13, 6), (21, 10)))
 
