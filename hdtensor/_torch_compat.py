@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -68,6 +69,7 @@ __all__ = [
     "is_profiled",
     "is_traced",
     "keep_effects_of_checkpoints",
+    "keep_first_names",
     "keep_in_order",
     "keeps_graph",
     "local_binding",
@@ -122,9 +124,39 @@ def decomposed(func: Any) -> Callable[..., Any] | None:
     return functools.partial(func._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
-def keep_in_order(name: str, library: torch.library.Library) -> None:
-    """Have ``torch.compile`` keep all calls of an operator, also without a use, and their order."""
+def keep_in_order(name: str, library: torch.library.Library, fake: Callable[..., Any]) -> None:
+    """Register an operator's fake kernel; have ``torch.compile`` keep all its calls, also without a use, and their order."""
+
+    def run(*args: Any) -> Any:
+        _order_effects()
+        return fake(*args)
+
+    torch.library.register_fake(name, run, lib=library)
     torch.library._register_effectful_op(name, torch.library.EffectType.ORDERED, lib=library)
+
+
+def _order_effects() -> None:
+    """Have inductor keep the order of effects, once it is imported.
+
+    It notes the call before by its buffer's name, and looks for it by its operation's: so the order was free where it
+    reorders, and was another on each rank.
+    """
+    lowering, op = sys.modules.get("torch._inductor.lowering"), torch.ops.higher_order.with_effects
+    original = None if lowering is None else lowering.lowerings[op]
+    if lowering is None or original is None or hasattr(original, "keeps_order"):
+        return
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        graph = lowering.V.graph
+        first = len(graph.operations)
+        result = original(*args, **kwargs)
+        for operation in graph.operations[first:]:
+            for before in graph.additional_star_deps.pop(operation.get_name(), ()):
+                graph.additional_buffer_deps[operation.get_operation_name()].add(before)
+        return result
+
+    lower.keeps_order = True  # type: ignore[attr-defined]
+    lowering.lowerings[op] = lower
 
 
 def register_value_type(cls: type, *members: str) -> None:
@@ -282,6 +314,26 @@ def extend_tangents(tensor_type: type, convert: Callable[[torch.Tensor, Any], An
     )
 
 
+@functools.cache
+def keep_first_names() -> None:
+    """Have tracers go on taking an open size for the first value that had its name.
+
+    They look sizes up by name that they did not see being made, as those of wrappers. Named anew by what was made of such a
+    size and is as large (``max(n, 1)``), it would be looked for in itself without end.
+    """
+    from torch.fx.experimental import proxy_tensor  # noqa: PLC0415 - imported by who compiles
+
+    def set_slot(original: Callable[..., None], obj: Any, tracer: Any, proxy: Any) -> None:
+        names = tracer.sympy_expr_tracker if isinstance(obj, torch.SymInt) else {}
+        name = getattr(obj.node, "expr", None) if names else None
+        known = names.get(name)
+        original(obj, tracer, proxy)
+        if known is not None:
+            names[name] = known
+
+    _put_before(proxy_tensor, "set_proxy_slot", set_slot)
+
+
 def extend_compile(note: Callable[[], None]) -> None:
     """Have ``note()`` called whenever a module is compiled in place."""
 
@@ -384,8 +436,9 @@ def abstract_mesh(mesh_shape: tuple[int, ...], index: int) -> DeviceMesh:
     size = 1
     for axis in mesh_shape:
         size *= axis
-    ranks = torch.arange(size, dtype=torch.int).view(mesh_shape)
-    return DeviceMesh("cpu", ranks, _init_backend=False, _rank=index)
+    with without_modes():  # it is kept, and a compiler's tensors have no values
+        ranks = torch.arange(size, dtype=torch.int).view(mesh_shape)
+        return DeviceMesh("cpu", ranks, _init_backend=False, _rank=index)
 
 
 #: Where Python bindings of aten functions live, best first.

@@ -137,6 +137,16 @@ PRIVATE_NAMES = (
         "2.13-2.15",
     ),
     PrivateName(
+        "torch.fx.experimental.proxy_tensor.set_proxy_slot -> sympy_expr_tracker",
+        "tracers keep the first value that an open size's name stood for",
+        "2.13-2.14",
+    ),
+    PrivateName(
+        "torch._inductor.lowering -> lowerings, V",
+        "inductor keeps that order too where it reorders operators",
+        "2.13-2.14",
+    ),
+    PrivateName(
         "torch._functorch._aot_autograd.runtime_wrappers.AOTDispatchAutograd -> process_runtime_tangent",
         "compiled backwards, where some of several outputs get no gradient",
         "2.13-2.15",

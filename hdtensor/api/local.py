@@ -109,6 +109,12 @@ def from_local(
     return _from_local(local, said, check, None)
 
 
+def _is_linked(local: torch.Tensor, bound: BoundSpec, needs_grad: bool) -> bool:
+    """Whether a tensor of a rank outside was computed from an ``HDTensor``'s, which has a gradient on every rank or on none."""
+    is_computed = needs_grad and local.grad_fn is not None
+    return is_computed and tuple(local.shape) == (0,) and local.dtype is bound.dtype
+
+
 def _from_local(
     local: torch.Tensor, said: Callable[[], Whole], check: bool, problem: Exception | None
 ) -> HDTensor:
@@ -129,7 +135,8 @@ def _from_local(
     local_graphs[0] += 1
     if bound.index is None:
         grad = local.requires_grad if members_need_grad is None else members_need_grad
-        local = local.detach().new_empty(0, dtype=bound.dtype).requires_grad_(grad)
+        if not _is_linked(local, bound, grad):
+            local = local.detach().new_empty(0, dtype=bound.dtype).requires_grad_(grad)
     elif tuple(local.shape) != bound.local_shape():
         raise SpecError(
             f"rank {bound.rank}'s shard of {bound} must have shape {bound.local_shape()}, got "

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from hdtensor._rank import current_rank
-from hdtensor._torch_compat import DTensorSpec, TensorMeta, abstract_mesh
+from hdtensor._torch_compat import DTensorSpec, TensorMeta, abstract_mesh, keep_first_names
 from hdtensor.errors import SpecError
 from hdtensor.placements import checks
 from hdtensor.placements.layout import (
@@ -105,6 +105,7 @@ class BoundSpec:
         try:
             found = cls._interned.get(key)
         except TypeError:  # sizes that a compiler has not fixed
+            keep_first_names()
             return SymbolicBound._build(*key)
         if found is None:
             if len(cls._interned) >= MAX_INTERNED:
@@ -165,7 +166,7 @@ class BoundSpec:
 
     def __reduce__(self) -> tuple[Any, ...]:
         parts = (self.spec, tuple(self.shape), self.stride, self.dtype, self.top_sizes)
-        return bound_from_parts, parts
+        return bound_from_parts, (*parts, self.is_copy) if self.is_copy else parts
 
     def __repr__(self) -> str:
         sizes = "" if self.top_sizes is None else f" top_sizes={self.top_sizes}"
@@ -353,9 +354,10 @@ def bound_from_parts(
     stride: Sequence[int],
     dtype: torch.dtype,
     top_sizes: tuple[int, ...] | None,
+    is_copy: bool = False,
 ) -> BoundSpec:
     """Return ``BoundSpec.of(...)``, by a name that pickles."""
-    return BoundSpec.of(spec, shape, stride, dtype, top_sizes)
+    return BoundSpec.of(spec, shape, stride, dtype, top_sizes, is_copy)
 
 
 @functools.lru_cache(maxsize=4096)

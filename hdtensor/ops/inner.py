@@ -17,7 +17,7 @@ from hdtensor.ops.bound import BoundSpec, Layout, OwnSizes, SymbolicBound, rebou
 from hdtensor.ops.registry import wrap
 from hdtensor.placements import checks
 from hdtensor.placements.layout import default_top_sizes
-from hdtensor.placements.sizes import is_symbolic
+from hdtensor.placements.sizes import extent, is_symbolic, total
 
 
 _ONE, _TWO = ["_local_tensor"], ["_extents", "_local_tensor"]
@@ -159,7 +159,7 @@ def _open_sizes(
             return whole
         sizes[index] = local.shape[dim]
     rest = 1 if index == 0 else 0
-    sizes[rest] = shape[dim] - sum(size for i, size in enumerate(sizes) if i != rest)
+    sizes[rest] = extent(total(sizes[:rest] + sizes[rest + 1 :]), shape[dim])
     return OwnSizes.of(sizes, known.spec) if given is None else tuple(sizes)
 
 
