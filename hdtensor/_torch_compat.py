@@ -36,6 +36,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
 )
 
+from hdtensor._torch_names import require_names_for_compilers
+
 
 __all__ = [
     "DTensorSpec",
@@ -134,8 +136,12 @@ def register_value_type(cls: type, *members: str) -> None:
         cls: It has ``__eq__``, ``__hash__`` and ``__fx_repr__``.
         members: Attributes and methods whose results are constants, too.
     """
-    use_real = opaque_object.MemberType.USE_REAL
-    opaque_object.register_opaque_type(cls, typ="value", members=dict.fromkeys(members, use_real))
+    uses = dict.fromkeys(members, opaque_object.MemberType.USE_REAL)
+    # Both words changed in torch 2.14, which logs a warning for the old ones.
+    if hasattr(opaque_object, "register_custom_class"):
+        opaque_object.register_custom_class(cls, typ="constant", members=uses)
+    else:
+        opaque_object.register_opaque_type(cls, typ="value", members=uses)
 
 
 def never_compile(*modules: str) -> None:
@@ -246,6 +252,7 @@ def keep_effects_of_checkpoints() -> None:
 
     A checkpoint marks all that it traces for being run again. Torch keeps the results of such operators elsewhere.
     """
+    require_names_for_compilers()
     from torch._functorch import partitioners  # noqa: PLC0415 - imported by who compiles
 
     def unmark(original: Callable[..., Any], joint: torch.fx.GraphModule) -> Any:
@@ -266,6 +273,7 @@ def extend_tangents(tensor_type: type, convert: Callable[[torch.Tensor, Any], An
         tensor_type: The subclass.
         convert: ``convert(plain, metadata) -> tensor`` with the metadata that was traced.
     """
+    require_names_for_compilers()
     # Imported by who compiles; on its own it takes half a second.
     from torch._functorch._aot_autograd.runtime_wrappers import (  # noqa: PLC0415
         AOTDispatchAutograd,
