@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -194,18 +195,15 @@ def raw_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-def backward_id() -> int:
-    """Return the number of the backward that the autograd engine runs in this thread, -1 for none."""
-    return torch._C._current_graph_task_id()
-
+#: ``backward_id()``: the number of the backward that the autograd engine runs in this thread, -1 for none.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 #: ``keeps_graph()``: whether the backward that runs in this thread retains the graph.
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-def number_of_next_node() -> int:
-    """Return the sequence number that the next autograd node of this thread gets."""
-    return torch._C._autograd._get_sequence_nr()
+#: ``number_of_next_node()``: the sequence number that the next autograd node of this thread gets.
+number_of_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def number_of_node(node: Any) -> int:
@@ -275,19 +273,17 @@ def extend_tangents(tensor_type: type, convert: Callable[[torch.Tensor, Any], An
     """
     require_names_for_compilers()
     # Imported by who compiles; on its own it takes half a second.
-    from torch._functorch._aot_autograd.runtime_wrappers import (  # noqa: PLC0415
-        AOTDispatchAutograd,
-    )
+    from torch._functorch._aot_autograd import runtime_wrappers  # noqa: PLC0415
+
+    dispatch = runtime_wrappers.AOTDispatchAutograd
 
     def process(original: Callable[..., Any], x: Any, meta: Any, *args: Any, **kwargs: Any) -> Any:
         if type(x) is torch.Tensor and getattr(meta, "original_subclass_type", None) is tensor_type:
             x = convert(x, meta.meta)
         return original(x, meta, *args, **kwargs)
 
-    _put_before(AOTDispatchAutograd, "process_runtime_tangent", process)
-    AOTDispatchAutograd.process_runtime_tangent = staticmethod(  # type: ignore[method-assign]
-        AOTDispatchAutograd.process_runtime_tangent
-    )
+    _put_before(dispatch, "process_runtime_tangent", process)
+    dispatch.process_runtime_tangent = staticmethod(dispatch.process_runtime_tangent)  # type: ignore[method-assign]
 
 
 def extend_compile(note: Callable[[], None]) -> None:
@@ -389,10 +385,7 @@ def abstract_mesh(mesh_shape: tuple[int, ...], index: int) -> DeviceMesh:
 
     Deduction needs a mesh's shape and this rank's coordinate, never its processes.
     """
-    size = 1
-    for axis in mesh_shape:
-        size *= axis
-    ranks = torch.arange(size, dtype=torch.int).view(mesh_shape)
+    ranks = torch.arange(math.prod(mesh_shape), dtype=torch.int).view(mesh_shape)
     return DeviceMesh("cpu", ranks, _init_backend=False, _rank=index)
 
 
@@ -402,8 +395,4 @@ _BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch.Tensor)
 
 def local_binding(name: str) -> Callable[..., Any] | None:
     """Return torch's Python binding of an aten function, 0.8 us cheaper than the ``OpOverload``."""
-    for home in _BINDINGS:
-        found = getattr(home, name, None)
-        if found is not None:
-            return found
-    return None
+    return next((getattr(home, name) for home in _BINDINGS if hasattr(home, name)), None)
