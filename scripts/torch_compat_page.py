@@ -28,6 +28,10 @@ warning. They differ more in DTensor's rules; where a rule got narrower, `hdtens
 one for all releases: copies of pending products and norms (`copies.py`), `any` and `all` (`reductions.py`), and
 in-place operators whose rule would change the layout of what they write to (`ops/writes.py`).
 
+What 2.14 alone has works there: `maximize` of LBFGS, `linalg.polar` and `linalg.matrix_sqrth`. `t.data = other` in a compiled
+function is another operator there, and refused alike. Compiled DTensors have torch 2.14.1 log that `is_opaque_value`, which
+it calls itself, is deprecated; compiled HDTensors do not.
+
 | name | what for | kept its place over |
 |---|---|---|
 """
