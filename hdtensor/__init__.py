@@ -9,6 +9,11 @@ from hdtensor import _interrupts  # noqa: F401
 
 
 # isort: split
+# Before any use of torch: refuses one that lacks what is used of it.
+from hdtensor import _torch_names  # noqa: F401
+
+
+# isort: split
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from hdtensor import debug, elastic, ops, pipeline

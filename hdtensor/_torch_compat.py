@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -36,6 +37,8 @@ from torch.utils._python_dispatch import (
     _disable_current_modes as without_modes,
     _get_current_dispatch_mode,
 )
+
+from hdtensor._torch_names import require_names_for_compilers
 
 
 __all__ = [
@@ -166,8 +169,12 @@ def register_value_type(cls: type, *members: str) -> None:
         cls: It has ``__eq__``, ``__hash__`` and ``__fx_repr__``.
         members: Attributes and methods whose results are constants, too.
     """
-    use_real = opaque_object.MemberType.USE_REAL
-    opaque_object.register_opaque_type(cls, typ="value", members=dict.fromkeys(members, use_real))
+    uses = dict.fromkeys(members, opaque_object.MemberType.USE_REAL)
+    # Both words changed in torch 2.14, which logs a warning for the old ones.
+    if hasattr(opaque_object, "register_custom_class"):
+        opaque_object.register_custom_class(cls, typ="constant", members=uses)
+    else:
+        opaque_object.register_opaque_type(cls, typ="value", members=uses)
 
 
 def never_compile(*modules: str) -> None:
@@ -220,18 +227,15 @@ def raw_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-def backward_id() -> int:
-    """Return the number of the backward that the autograd engine runs in this thread, -1 for none."""
-    return torch._C._current_graph_task_id()
-
+#: ``backward_id()``: the number of the backward that the autograd engine runs in this thread, -1 for none.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 #: ``keeps_graph()``: whether the backward that runs in this thread retains the graph.
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-def number_of_next_node() -> int:
-    """Return the sequence number that the next autograd node of this thread gets."""
-    return torch._C._autograd._get_sequence_nr()
+#: ``number_of_next_node()``: the sequence number that the next autograd node of this thread gets.
+number_of_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def number_of_node(node: Any) -> int:
@@ -278,6 +282,7 @@ def keep_effects_of_checkpoints() -> None:
 
     A checkpoint marks all that it traces for being run again. Torch keeps the results of such operators elsewhere.
     """
+    require_names_for_compilers()
     from torch._functorch import partitioners  # noqa: PLC0415 - imported by who compiles
 
     def unmark(original: Callable[..., Any], joint: torch.fx.GraphModule) -> Any:
@@ -298,20 +303,19 @@ def extend_tangents(tensor_type: type, convert: Callable[[torch.Tensor, Any], An
         tensor_type: The subclass.
         convert: ``convert(plain, metadata) -> tensor`` with the metadata that was traced.
     """
+    require_names_for_compilers()
     # Imported by who compiles; on its own it takes half a second.
-    from torch._functorch._aot_autograd.runtime_wrappers import (  # noqa: PLC0415
-        AOTDispatchAutograd,
-    )
+    from torch._functorch._aot_autograd import runtime_wrappers  # noqa: PLC0415
+
+    dispatch = runtime_wrappers.AOTDispatchAutograd
 
     def process(original: Callable[..., Any], x: Any, meta: Any, *args: Any, **kwargs: Any) -> Any:
         if type(x) is torch.Tensor and getattr(meta, "original_subclass_type", None) is tensor_type:
             x = convert(x, meta.meta)
         return original(x, meta, *args, **kwargs)
 
-    _put_before(AOTDispatchAutograd, "process_runtime_tangent", process)
-    AOTDispatchAutograd.process_runtime_tangent = staticmethod(  # type: ignore[method-assign]
-        AOTDispatchAutograd.process_runtime_tangent
-    )
+    _put_before(dispatch, "process_runtime_tangent", process)
+    dispatch.process_runtime_tangent = staticmethod(dispatch.process_runtime_tangent)  # type: ignore[method-assign]
 
 
 @functools.cache
@@ -433,11 +437,8 @@ def abstract_mesh(mesh_shape: tuple[int, ...], index: int) -> DeviceMesh:
 
     Deduction needs a mesh's shape and this rank's coordinate, never its processes.
     """
-    size = 1
-    for axis in mesh_shape:
-        size *= axis
     with without_modes():  # it is kept, and a compiler's tensors have no values
-        ranks = torch.arange(size, dtype=torch.int).view(mesh_shape)
+        ranks = torch.arange(math.prod(mesh_shape), dtype=torch.int).view(mesh_shape)
         return DeviceMesh("cpu", ranks, _init_backend=False, _rank=index)
 
 
@@ -447,8 +448,4 @@ _BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch.Tensor)
 
 def local_binding(name: str) -> Callable[..., Any] | None:
     """Return torch's Python binding of an aten function, 0.8 us cheaper than the ``OpOverload``."""
-    for home in _BINDINGS:
-        found = getattr(home, name, None)
-        if found is not None:
-            return found
-    return None
+    return next((getattr(home, name) for home in _BINDINGS if hasattr(home, name)), None)

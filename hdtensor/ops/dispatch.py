@@ -312,10 +312,11 @@ def _refuse_unrunnable(func: Any) -> None:
             f"{func}: the result's shape depends on the data, which no rank holds whole. Run it on local "
             f"tensors (hdtensor.local_map) or on the whole tensor (t.full_tensor())."
         )
-    if torch.Tag.inplace_view in func.tags:
+    # As what t.data = other is traced from torch 2.14 on; before, as set_, which has the tag.
+    if torch.Tag.inplace_view in func.tags or func.name() == "aten::shallow_copy_data_":
         raise DeductionError(
-            f"{func}: changing a distributed tensor's shape in place is not possible. Use the "
-            f"out-of-place operator."
+            f"{func}: giving a distributed tensor another shape or memory in place is not possible. Use the "
+            f"out-of-place operator, or t.copy_(other)."
         )
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise DeductionError(

@@ -91,3 +91,22 @@ def _triangle(rank):
 @pytest.mark.dist(4)
 def test_triangles_of_other_sizes():
     run_world(_triangle, 4)
+
+
+def _other_memory(rank):
+    torch._dynamo.reset()
+
+    def assign(x, y):
+        y.data = x * 2
+        return y + 1
+
+    refused = r"another shape or memory in place is not possible\. Use .* t\.copy_\(other\)"
+    with pytest.raises(RuntimeError, match=refused):
+        torch.compile(assign, fullgraph=True, backend="aot_eager")(_cut(0), _cut(1))
+    with pytest.raises(hd.DeductionError, match=refused):
+        _cut(1).set_(_cut(0))
+
+
+@pytest.mark.dist(4)
+def test_other_memory_is_refused():
+    run_world(_other_memory, 4)
