@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from hdtensor.api.context_parallel import Order
+from hdtensor.api.context_parallel import Order, PlanOrder
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.errors import PlanError
 from hdtensor.ops.attention.shares import block_sizes, order_of, padded_length
@@ -34,8 +34,7 @@ def order_in(plan: ExpandedPlan) -> Order | None:
     sharing = plan.shared_sequences
     if sharing is None or sharing.order == "contiguous":
         return None
-    order = sharing.order
-    return lambda length: order_of(plan.inputs, length, order)
+    return PlanOrder(plan.inputs, sharing.order)
 
 
 @dataclass(frozen=True, slots=True)
