@@ -14,7 +14,7 @@ from hdtensor._torch_compat import new_wrapper, no_torch_function
 from hdtensor.checkpoint import protocol
 from hdtensor.collectives import groups
 from hdtensor.errors import DeductionError, SpecError
-from hdtensor.ops.border import ToDTensor, ToLocal, gradient_layout, wanted_spec
+from hdtensor.ops.border import ToLocal, gradient_layout, to_dtensor, wanted_spec
 from hdtensor.ops.bound import BoundSpec, Layout, bound_from_parts, is_like, kept_sizes
 from hdtensor.ops.dispatch import dispatch
 from hdtensor.ops.inner import bound_of, extents_of, flattened, keep_extents
@@ -200,10 +200,7 @@ class HDTensor(torch.Tensor):
         Returns:
             None on a rank outside every subgroup: a DTensor has no such rank.
         """
-        if not self.is_local:
-            return None
-        grad_top = Replicate() if grad_top is None else grad_top
-        return ToDTensor.apply(self, grad_top)
+        return to_dtensor(self, grad_top)
 
     @also_named(device_mesh="spec")
     def redistribute(

@@ -28,6 +28,20 @@ Order = Callable[[int], tuple[Span, ...] | None]
 
 _NUM_DIMS = 4
 
+#: Of a mask that says no more than "causal, by position"; torch has none of this dtype.
+_NO_MASK = torch.int8
+
+
+def without_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a forward's arguments for a compiler, which cannot see that an ``attention_mask`` hides nothing.
+
+    Models of Hugging Face leave out such a mask, but while they are traced they make one for each row and key.
+    """
+    mask = kwargs.get("attention_mask")
+    if not getattr(mask, "_hides_nothing", False):
+        return kwargs
+    return {**kwargs, "attention_mask": mask.new_ones((1, 1, 1, 1), dtype=_NO_MASK)}
+
 
 @dataclass(frozen=True)
 class PlanOrder:
@@ -137,6 +151,8 @@ class _Sharing(NamedTuple):
 
 
 def _attend(call: _Call, sharing: _Sharing) -> Any:
+    if call.attn_mask is not None and call.attn_mask.dtype == _NO_MASK:
+        call = call._replace(attn_mask=None, is_causal=True)
     how = _how(call, sharing)
     if how is None:
         return F.scaled_dot_product_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
@@ -251,7 +267,8 @@ def share_sequences(
 
     @functools.wraps(own)
     def sharing(*args: Any, **kwargs: Any) -> Any:
-        with context_parallel(method, order) as mode:
+        mode = context_parallel(method, order)  # compilers lose the name of ``as``
+        with mode:
             result = own(*args, **kwargs)
         if order is not None and not mode.num_calls:
             raise PlanError(

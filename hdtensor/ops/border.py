@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor.collectives import groups
@@ -14,7 +14,7 @@ from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import local_graphs, wrap
 from hdtensor.ops.special.move import gradient_bound
-from hdtensor.placements.checks import is_cut
+from hdtensor.placements.checks import is_cut, placement_text
 from hdtensor.placements.forms import meshes_of, spec_from
 from hdtensor.placements.spec import HDSpec
 from hdtensor.placements.subgroup import Subgroup
@@ -77,6 +77,23 @@ class ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         # An expanded gradient would become the tensor's own, and nothing could be added to it.
         return wrap(grad.contiguous(), ctx.gradient), None
+
+
+def to_dtensor(tensor: Any, grad_top: Placement | None) -> DTensor | None:
+    """Return a tensor's block on this rank's subgroup; None on a rank outside. See ``HDTensor.to_dtensor``."""
+    if torch.compiler.is_compiling():
+        return _to_dtensor_in_graph(tensor, None if grad_top is None else placement_text(grad_top))
+    if tensor._spec.index is None:
+        return None
+    return ToDTensor.apply(tensor, Replicate() if grad_top is None else grad_top)
+
+
+@torch.compiler.allow_in_graph
+def _to_dtensor_in_graph(tensor: Any, grad_top: str | None) -> DTensor | None:
+    """Return the block; compilers run it while they trace, and keep what it does to tensors."""
+    if tensor._spec.index is None:
+        return None
+    return ToDTensor.apply(tensor, Replicate() if grad_top is None else Partial())
 
 
 class ToDTensor(torch.autograd.Function):
