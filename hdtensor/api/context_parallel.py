@@ -95,7 +95,9 @@ class context_parallel(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
-            func = torch.unflatten  # compilers cannot follow the method's ``super()`` inside of a mode
+            func = (
+                torch.unflatten
+            )  # compilers cannot follow the method's ``super()`` inside of a mode
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.num_calls += 1
@@ -155,7 +157,9 @@ def _attend(call: _Call, sharing: _Sharing) -> Any:
         call = call._replace(attn_mask=None, is_causal=True)
     how = _how(call, sharing)
     if how is None:
-        return F.scaled_dot_product_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
+        return F.scaled_dot_product_attention(
+            *call[:6], scale=call.scale, enable_gqa=call.enable_gqa
+        )
     call = _autocast(call)
     return _Attention.apply(call.query, call.key, call.value, call.attn_mask, how)
 
