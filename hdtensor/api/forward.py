@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.changes import Upkeep
 from hdtensor.api.collect import full_tensor
-from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.context_parallel import without_mask
+from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.collectives import observe
 from hdtensor.errors import PlanError
