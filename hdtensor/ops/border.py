@@ -9,12 +9,13 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from hdtensor._torch_compat import without_modes
 from hdtensor.collectives import groups
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import local_graphs, wrap
 from hdtensor.ops.special.move import gradient_bound
-from hdtensor.placements.checks import is_cut, placement_text
+from hdtensor.placements.checks import is_cut
 from hdtensor.placements.forms import meshes_of, spec_from
 from hdtensor.placements.spec import HDSpec
 from hdtensor.placements.subgroup import Subgroup
@@ -82,18 +83,22 @@ class ToLocal(torch.autograd.Function):
 def to_dtensor(tensor: Any, grad_top: Placement | None) -> DTensor | None:
     """Return a tensor's block on this rank's subgroup; None on a rank outside. See ``HDTensor.to_dtensor``."""
     if torch.compiler.is_compiling():
-        return _to_dtensor_in_graph(tensor, None if grad_top is None else placement_text(grad_top))
+        pending = grad_top.reduce_op if isinstance(grad_top, Partial) else None
+        return _to_dtensor_in_graph(tensor, pending)
     if tensor._spec.index is None:
         return None
     return ToDTensor.apply(tensor, Replicate() if grad_top is None else grad_top)
 
 
 @torch.compiler.allow_in_graph
-def _to_dtensor_in_graph(tensor: Any, grad_top: str | None) -> DTensor | None:
+def _to_dtensor_in_graph(tensor: Any, pending: str | None) -> DTensor | None:
     """Return the block; compilers run it while they trace, and keep what it does to tensors."""
-    if tensor._spec.index is None:
+    bound = tensor._spec
+    if bound.index is None:
         return None
-    return ToDTensor.apply(tensor, Replicate() if grad_top is None else Partial())
+    with without_modes():  # a mesh reads its ranks, which no program has to see
+        groups.mesh_of(bound.spec.subgroups[bound.index])
+    return ToDTensor.apply(tensor, Replicate() if pending is None else Partial(pending))
 
 
 class ToDTensor(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Replicate
 
 import hdtensor as hd
 from tests.support.world import run_world
@@ -12,7 +12,7 @@ BATCH = "S0[2:1] / 0,1:S1 2:R"
 
 
 def _program(x, w):
-    block, scale = x.to_dtensor(), w.to_dtensor(grad_top=Partial())
+    block, scale = x.to_dtensor(Replicate()), w.to_dtensor(grad_top=Partial())
     out = (block * scale).sin().redistribute(placements=block.placements)
     y = hd.HDTensor.from_dtensor(out, x.spec, shape=x.shape, top_sizes=x.top_sizes)
     return (y * y).sum()
