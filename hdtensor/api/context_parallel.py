@@ -37,7 +37,7 @@ def without_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
 
     Models of Hugging Face leave out such a mask, but while they are traced they make one for each row and key.
     """
-    mask = kwargs.get("attention_mask")
+    mask: Any = kwargs.get("attention_mask")
     if not getattr(mask, "_hides_nothing", False):
         return kwargs
     return {**kwargs, "attention_mask": mask.new_ones((1, 1, 1, 1), dtype=_NO_MASK)}
@@ -185,7 +185,7 @@ def _how(call: _Call, sharing: _Sharing) -> How | None:
             f"sequence by {method!r}{' in another order' if order else ''}. It takes 4 dims, dropout 0 and "
             f"masks without gradient; or use context_parallel='all_gather' and sequence_order='contiguous'."
         )
-    if attention_layout(*bounds, method == "ring") is None:
+    if attention_layout(bounds[0], bounds[1], bounds[2], method == "ring") is None:
         return None
     if order is not None:
         _check_order(call, order, sharing.is_ordered)

@@ -78,10 +78,9 @@ def attention_layout(
         v: Values.
         is_ring: Whether blocks of keys go around an axis that cuts queries and keys.
     """
-    bounds = [_closed(b) if b.is_symbolic else b for b in (q, k, v)]
-    if any(b.is_symbolic for b in bounds):
-        return _layout(*bounds, is_ring)
-    return _known_layout(*bounds, is_ring)
+    q, k, v = (_closed(b) if b.is_symbolic else b for b in (q, k, v))
+    is_open = q.is_symbolic or k.is_symbolic or v.is_symbolic
+    return _layout(q, k, v, is_ring) if is_open else _known_layout(q, k, v, is_ring)
 
 
 def _closed(bound: BoundSpec) -> BoundSpec:
