@@ -95,8 +95,7 @@ def _check(rank, method, layout, sizes):
 @pytest.mark.dist(4)
 def test_batches_of_any_size_share_a_graph():
     sizes = [(3, 8), (5, 8), (7, 8)]  # whether two ranks could share them evenly decides, too
-    layout = "S1[3:1] / 0,1:S1 2:R"
-    assert run_world(_check, 4, "all_gather", layout, sizes) == [2] * 4
+    assert run_world(_check, 4, "all_gather", "R / 0,1:S1 2:R", sizes) == [2] * 4
 
 
 @pytest.mark.dist(4)
