@@ -110,8 +110,8 @@ class context_parallel(TorchFunctionMode):
             return _attend_in_graph(self.method, None, None, is_ordered, *call)
         if not isinstance(order, PlanOrder):
             raise DeductionError(
-                "context_parallel(order=...) with a function of one's own cannot be compiled. Pass a PlanOrder, or leave "
-                "the attention to torch._dynamo.disable."
+                "context_parallel(order=...) with a function of one's own cannot be compiled: call the attention outside of "
+                "compiled functions, or take the order from a plan (sequence_order)."
             )
         return _attend_in_graph(self.method, order.inputs, order.kind, is_ordered, *call)
 
