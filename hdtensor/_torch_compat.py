@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._C import _disabled_torch_function_impl as no_torch_function
 from torch._dispatch.python import enable_python_dispatcher as traced_composites
-from torch._dynamo import trace_rules
+from torch._dynamo import decorators, trace_rules
 from torch._library import opaque_object
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.checkpoint import state_dict as state_dicts
@@ -63,6 +63,7 @@ __all__ = [
     "decomposed",
     "dtensor_propagator",
     "extend_compile",
+    "extend_marks",
     "extend_optimizers",
     "extend_state_dicts",
     "extend_tangents",
@@ -346,6 +347,17 @@ def extend_compile(note: Callable[[], None]) -> None:
         original(*args, **kwargs)
 
     _put_before(torch.nn.Module, "compile", compile_module)
+
+
+def extend_marks(kind: type, check: Callable[[Any, int], None]) -> None:
+    """Have ``check(t, dim)`` called where ``mark_dynamic(t, dim, min=, max=)`` gives a tensor of a type limits."""
+
+    def mark_inner(original: Any, mark: Any, t: Any, dim: Any, **kw: Any) -> None:
+        if isinstance(t, kind) and type(dim) is int and any(v is not None for v in kw.values()):
+            check(t, dim)
+        original(mark, t, dim, **kw)
+
+    _put_before(decorators, "_apply_func_to_inner_tensors_of_same_dim", mark_inner)
 
 
 def _put_before(home: Any, name: str, function: Callable[..., Any]) -> None:

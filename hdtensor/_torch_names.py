@@ -216,6 +216,11 @@ PRIVATE_NAMES = (
         "2.13-2.15",
     ),
     PrivateName(
+        "torch._dynamo.decorators._apply_func_to_inner_tensors_of_same_dim",
+        "limits of lengths that are cut, which torch could not show, are refused",
+        "2.13-2.14",
+    ),
+    PrivateName(
         "torch._dynamo.trace_rules.add",
         "compilers stay out of dispatch and of what runs between graphs",
         "2.13-2.15",

@@ -16,7 +16,7 @@ import torch
 from hdtensor._torch_compat import decomposed, is_traced, new_wrapper, without_modes
 from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError
-from hdtensor.ops import foreach, record, writes
+from hdtensor.ops import accumulation, foreach, record, writes
 from hdtensor.ops.generate import compiled
 from hdtensor.ops.inner import extents_of
 from hdtensor.ops.operand import make_call
@@ -278,8 +278,9 @@ def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run
     try:
         return _deduced(func, args, kwargs)
-    except DeductionError:
-        run = writes.make_instead_of_new_layout(func, args)
+    except DeductionError as refusal:
+        run = accumulation.make_sum(func, args, kwargs, refusal)
+        run = run or writes.make_instead_of_new_layout(func, args)
         if run is None:
             raise
         return run

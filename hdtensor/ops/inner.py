@@ -94,6 +94,21 @@ def extents_of(tensor: Any) -> torch.Tensor:
     return found
 
 
+def refuse_limits(tensor: Any, dim: int) -> None:
+    """Refuse limits of the length of a dim that a tier cuts.
+
+    Raises:
+        SpecError: If one does; it says what to do.
+    """
+    spec = tensor._spec.spec
+    tiers = (spec.top, *(p for g in spec.subgroups for p in g.placements))
+    if dim % tensor.ndim in map(checks.shard_dim, tiers):
+        raise SpecError(
+            f"mark_dynamic(t, {dim}, min=..., max=...): {spec} cuts dim {dim}, and torch would have to show that one program "
+            f"fits all lengths between, but how they divide decides. Leave out min and max: mark_dynamic(t, {dim})."
+        )
+
+
 def make_extents(local: torch.Tensor, bound: BoundSpec) -> torch.Tensor:
     """Return a tensor without elements that has the top extents at the end of its shape.
 

@@ -9,6 +9,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from hdtensor import HDSpec
 from hdtensor._rank import as_rank
 from hdtensor._torch_compat import abstract_mesh
+from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec, Layout, SymbolicBound, is_like, rebound
 from tests.compile.dynamic import BATCH, PROGRAMS, Program, check, step, tensor
 from tests.support.world import run_world
@@ -124,6 +125,21 @@ def _explicit(rank: int, options: dict) -> list[int]:
 def test_extents_of_a_users_choice_are_sizes_too():
     assert run_world(_explicit, 4, {}) == [[1] * 4] * 4
     assert run_world(_explicit, 4, {"mark": False}) == [[1, 2, 2, 2]] * 4
+
+
+def _limited(rank: int) -> list[int]:
+    mlp = PROGRAMS["mlp"]
+    sizes = ((13, 9), (13, 10), (13, 12))
+    for dim in (0, -3):
+        with pytest.raises(SpecError, match=r"cuts dim .*Leave out min and max"):
+            torch._dynamo.mark_dynamic(mlp.make(13, 9)[0], dim, min=9, max=17)
+    program = Program(mlp.run, mlp.make, ((0, 1),))
+    return check(program, sizes=sizes, limits={"min": 8, "max": 16})
+
+
+@pytest.mark.dist(4)
+def test_limits_of_lengths_that_no_tier_cuts():
+    assert run_world(_limited, 4) == [[1] * 3] * 4
 
 
 @pytest.mark.dist(4)
