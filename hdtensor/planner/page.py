@@ -16,6 +16,7 @@ from hdtensor.planner.text_report import (
     LANE_WORDS,
     bytes_text,
     cluster_text,
+    copies_texts,
     critical_text,
     group_ranks_text,
     seconds_text,
@@ -276,6 +277,7 @@ def _why(summary: Summary) -> str:
     ]
     if summary.idle_ranks:
         reasons.append(f"Left idle: {ranks_text(summary.idle_ranks)}.")
+    reasons += [f"After a loss {text}." for text in copies_texts(summary)]
     items = "".join(f"<li>{escape(str(reason))}</li>" for reason in reasons)
     items += "".join(
         f'<li class="warn">{escape(stage_text(stage))} needs {bytes_text(stage.memory.total)}, but its device has '
