@@ -13,6 +13,7 @@ from hdtensor.planner.attribution import LaneSeconds
 from hdtensor.planner.copies import Copies, find_copies
 from hdtensor.planner.decompose import Share, find_shares, place_lanes
 from hdtensor.planner.emit import Planned
+from hdtensor.planner.link_rates import link_rates
 from hdtensor.planner.memory import RankMemory
 from hdtensor.planner.roofline import BYTES
 from hdtensor.planner.simulate import Prediction
@@ -159,6 +160,7 @@ class Summary:
             "bottleneck": {"lane": bottleneck.lane, "stage": bottleneck.stage},
             "fits": not self.overfull,
             "idle_ranks": list(self.idle_ranks),
+            "links": [rate._asdict() for rate in link_rates(self.planned.cluster)],
             "copies": self.copies.to_dict(),
             "stages": [
                 {**stage._asdict(), "memory": stage.memory._asdict()} for stage in self.stages

@@ -10,6 +10,7 @@ from typing import Any
 from hdtensor.placements.checks import ranks_text
 from hdtensor.planner.cluster import Cluster
 from hdtensor.planner.copies import Lost
+from hdtensor.planner.link_rates import links_text
 from hdtensor.planner.strategy import Strategy
 from hdtensor.planner.summary import LaneGroup, StageSummary, Summary, group_lanes, link_uses
 
@@ -101,6 +102,7 @@ def step_text(summary: Summary) -> str:
         f"{model.name} on {cluster_text(planned.cluster)}",
         f"batch {workload.batch} x {workload.context} tokens, {workload.precision}, {workload.optimizer}, "
         f"zero {workload.zero}, recompute {workload.recompute}, {workload.schedule}",
+        f"links {links_text(planned.cluster)}",
         "",
         f"step           {seconds_text(prediction.seconds)} simulated, {summary.tokens_per_second:,.0f} tokens/s",
         *_bound_lines(summary.why),
