@@ -84,7 +84,10 @@ def add_search(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
         parser.add_argument(name, dest=key, type=numbers, default=usual, metavar="N,N", help=text)
     for name, words in (
         ("max_stages", f"of a lane; default {default.max_stages}"),
-        ("min_lanes", "2 or more keep a copy"),
+        (
+            "min_lanes",
+            "2 or more: any device may die, but for ZeRO's states; see 'after a loss' for nodes",
+        ),
         ("max_lanes", "default any number"),
     ):
         parser.add_argument(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hdtensor.placements.checks import ranks_text
+from hdtensor.planner.link_rates import links_text
 from hdtensor.planner.page_style import LANE_COLORS, MEMORY_COLORS, STEP_COLORS, STYLE, stage_color
 from hdtensor.planner.page_timeline import timeline_html
 from hdtensor.planner.summary import LaneGroup, StageSummary, Summary, group_lanes, link_uses
@@ -16,6 +17,7 @@ from hdtensor.planner.text_report import (
     LANE_WORDS,
     bytes_text,
     cluster_text,
+    copies_texts,
     critical_text,
     group_ranks_text,
     seconds_text,
@@ -69,7 +71,7 @@ def page_html(summary: Summary) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>"
-        f'<h1>{escape(title)}</h1><p class="faint">{escape(about)}</p>'
+        f'<h1>{escape(title)}</h1><p class="faint">{escape(about)}<br>links {escape(links_text(planned.cluster))}</p>'
         f'<div class="figures">{"".join(_figures(summary))}</div>{body}'
         "<footer>Predicted by hdtensor's event simulator. Times are of one step.</footer>"
         "</main></body></html>\n"
@@ -276,6 +278,7 @@ def _why(summary: Summary) -> str:
     ]
     if summary.idle_ranks:
         reasons.append(f"Left idle: {ranks_text(summary.idle_ranks)}.")
+    reasons += [f"After a loss {text}." for text in copies_texts(summary)]
     items = "".join(f"<li>{escape(str(reason))}</li>" for reason in reasons)
     items += "".join(
         f'<li class="warn">{escape(stage_text(stage))} needs {bytes_text(stage.memory.total)}, but its device has '

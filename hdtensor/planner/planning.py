@@ -129,7 +129,7 @@ class FoundPlan:
 
     @property
     def constraint(self) -> str:
-        """What binds: ``memory``, ``whole layers``, ``whole micro-batches`` or ``one stage``, see ``find_why``."""
+        """What binds, such as ``memory``, ``fill and drain`` or ``whole layers``: what costs most, see ``find_why``."""
         return str(self.summary.why["constraint"])
 
     @property

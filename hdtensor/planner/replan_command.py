@@ -12,6 +12,7 @@ from hdtensor.errors import PlannerError
 from hdtensor.placements.checks import ranks_text
 from hdtensor.planner.bounds import lower_bound
 from hdtensor.planner.command_inputs import costs_of, planned_of, ranks, search_options, warn
+from hdtensor.planner.copies import Lost, find_lost
 from hdtensor.planner.costs import CostModel
 from hdtensor.planner.emit import Planned
 from hdtensor.planner.planning import with_tight_bound
@@ -35,7 +36,8 @@ class Replanned(NamedTuple):
         result: What the search says of it.
         costs: What it was found with.
         lost: Ranks of the cluster that may not be used.
-            facts: What to tell: ``lost``, ``lanes_kept``, ``lanes_before``, ``seconds``; empty of a search.
+            facts: What to tell: ``lost``, ``lanes_kept``, ``lanes_before``, ``seconds``, and ``only_on_lost_ranks``: what
+            a running job needs a checkpoint for; empty of a search.
     """
 
     planned: Planned
@@ -110,6 +112,8 @@ def replan_of(options: argparse.Namespace, should_stop: Callable[[], bool]) -> R
         "lanes_before": len(planned.strategy.lanes),
         "seconds": seconds,
     }
+    gone = find_lost(planned, lost)
+    facts["only_on_lost_ranks"] = {**gone.to_dict(), "optimizer_states": gone.states}
     result = replace(result, bound=lower_bound(result.space, result.seconds))
     if space.options.tight_bound:
         result = with_tight_bound(result, should_stop)
@@ -119,12 +123,25 @@ def replan_of(options: argparse.Namespace, should_stop: Callable[[], bool]) -> R
 
 
 def replan_text(facts: Mapping[str, Any]) -> str:
-    """Return a line that says what a re-plan kept, and how long it took."""
+    """Return a line that says what a re-plan kept, and how long it took, and one that says whether a checkpoint is needed."""
     whole = f"without {_words(facts['lost'])}" if facts["lost"] else "with all ranks"
-    return (
+    first = (
         f"re-planned in {seconds_text(facts['seconds'])} {whole}: {facts['lanes_kept']} of "
         f"{facts['lanes_before']} lanes stay on their ranks"
     )
+    return f"{first}\n{_checkpoint_text(facts['only_on_lost_ranks'])}" if facts["lost"] else first
+
+
+def _checkpoint_text(gone: Mapping[str, Any]) -> str:
+    """Return whether a running job can go on from what the ranks that are left hold."""
+    layers = tuple((first, last) for first, last in gone["layers"])
+    lost = Lost(gone["embedding"], layers, gone["head"], gone["optimizer_states"])
+    if not lost.states:
+        return "no checkpoint is needed: ranks that are left hold all that the lost ones held"
+    what = f"{lost.words()} and their optimizer states"
+    if not lost.has_weights:
+        what = "their parts of the optimizer's states (ZeRO 1)"
+    return f"the running job cannot switch to this plan without a checkpoint: only lost ranks had {what}"
 
 
 def check_lost(lost: set[int], num_ranks: int) -> None:

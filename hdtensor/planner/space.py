@@ -35,7 +35,8 @@ class SearchOptions:
         cp_degrees: Degrees of context parallelism.
         mbs: Sizes of micro-batches, in samples.
         max_stages: Stages of a lane.
-        min_lanes: Lanes; two or more keep a copy of everything when one fails.
+        min_lanes: Lanes; two or more keep a copy of all weights when a device fails. Stages of all lanes that hold the
+            same layers may be in one node.
         max_lanes: Lanes; None for any number.
         equal_lanes: Whether all lanes have the same layers in their stages and equal shares of the batch,
             as frameworks need that know data parallelism only within a stage.

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from hdtensor.placements.checks import ranks_text
 from hdtensor.planner.attribution import LaneSeconds
+from hdtensor.planner.copies import Copies, find_copies
 from hdtensor.planner.decompose import Share, find_shares, place_lanes
 from hdtensor.planner.emit import Planned
+from hdtensor.planner.link_rates import link_rates
 from hdtensor.planner.memory import RankMemory
 from hdtensor.planner.roofline import BYTES
 from hdtensor.planner.simulate import Prediction
@@ -143,6 +145,11 @@ class Summary:
         """Stages whose devices have too little memory."""
         return tuple(stage for stage in self.stages if stage.free < 0)
 
+    @property
+    def copies(self) -> Copies:
+        """What single devices and nodes alone hold."""
+        return find_copies(self.planned)
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the timeline as JSON values; numbers are seconds and bytes."""
         bottleneck = self.bottleneck
@@ -153,6 +160,8 @@ class Summary:
             "bottleneck": {"lane": bottleneck.lane, "stage": bottleneck.stage},
             "fits": not self.overfull,
             "idle_ranks": list(self.idle_ranks),
+            "links": [rate._asdict() for rate in link_rates(self.planned.cluster)],
+            "copies": self.copies.to_dict(),
             "stages": [
                 {**stage._asdict(), "memory": stage.memory._asdict()} for stage in self.stages
             ],

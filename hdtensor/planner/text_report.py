@@ -9,6 +9,8 @@ from typing import Any
 
 from hdtensor.placements.checks import ranks_text
 from hdtensor.planner.cluster import Cluster
+from hdtensor.planner.copies import Lost
+from hdtensor.planner.link_rates import links_text
 from hdtensor.planner.strategy import Strategy
 from hdtensor.planner.summary import LaneGroup, StageSummary, Summary, group_lanes, link_uses
 
@@ -29,6 +31,8 @@ LANE_WORDS: Mapping[str, str] = MappingProxyType(
 
 #: Rows of a table that are printed before the rest is counted.
 _MOST_ROWS = 64
+#: Ranks and nodes that alone have something, before the rest is counted.
+_MOST_HOLDERS = 8
 
 
 def seconds_text(seconds: float) -> str:
@@ -98,6 +102,7 @@ def step_text(summary: Summary) -> str:
         f"{model.name} on {cluster_text(planned.cluster)}",
         f"batch {workload.batch} x {workload.context} tokens, {workload.precision}, {workload.optimizer}, "
         f"zero {workload.zero}, recompute {workload.recompute}, {workload.schedule}",
+        f"links {links_text(planned.cluster)}",
         "",
         f"step           {seconds_text(prediction.seconds)} simulated, {summary.tokens_per_second:,.0f} tokens/s",
         *_bound_lines(summary.why),
@@ -109,6 +114,7 @@ def step_text(summary: Summary) -> str:
     if summary.idle_ranks:
         plural = "" if len(summary.idle_ranks) == 1 else "s"
         lines.append(f"left idle      rank{plural} {ranks_text(summary.idle_ranks)}")
+    lines += labelled("after a loss", copies_texts(summary))
     lines += ["", *table_lines(_stage_rows(summary))]
     lines += ["", *table_lines(_lane_rows(summary))]
     lines += ["", *table_lines(_memory_rows(summary))]
@@ -140,6 +146,46 @@ def critical_text(summary: Summary, most: int = 4) -> str:
     named = [f"{seconds / step:.0%} {what}" for what, seconds in parts[:most]]
     rest = sum(seconds for _, seconds in parts[most:])
     return ", ".join([*named, f"{rest / step:.0%} other"] if rest else named)
+
+
+def labelled(label: str, texts: Sequence[str]) -> list[str]:
+    """Return texts as lines, the first one behind a label."""
+    return [f"{'' if n else label:15}{text}" for n, text in enumerate(texts)]
+
+
+def copies_texts(summary: Summary) -> list[str]:
+    """Return which losses of devices and nodes a plan survives, in one sentence or two."""
+    copies, num_nodes = summary.copies, len(summary.planned.cluster.nodes)
+    used = {rank for stage in summary.stages for rank in stage.ranks}
+    if used <= set(copies.devices):
+        return ["there is one copy: whichever device dies, a checkpoint is needed"]
+    devices = _alone_texts("rank", copies.devices, copies.num_layers)
+    nodes = _alone_texts("node", copies.nodes, copies.num_layers) if num_nodes > 1 else []
+    what = "weights and optimizer states" if copies.has_states else "weights"
+    kinds = [] if devices else ["any device"]
+    kinds += ["any node"] if num_nodes > 1 and not nodes else []
+    whole = [f"{what} have copies when {' or '.join(kinds)} dies"] if kinds else []
+    if not kinds:
+        whole = [f"{what} do not all have copies"]
+    texts = ["; ".join([*whole, *devices, *nodes])]
+    if not copies.has_states:
+        texts.insert(
+            0,
+            "optimizer states have no copies (ZeRO 1 keeps each part on one device): whichever dies, a checkpoint is "
+            "needed; zero 0 keeps copies",
+        )
+    return texts
+
+
+def _alone_texts(what: str, holders: Mapping[int, Lost], num_layers: int) -> list[str]:
+    """Return what some ranks or nodes alone have."""
+    texts = [
+        f"{what} {number}{'' if n else ' alone has'} {lost.words(num_layers)}"
+        for n, (number, lost) in enumerate(list(holders.items())[:_MOST_HOLDERS])
+    ]
+    rest = len(holders) - len(texts)
+    more = f"{rest} more {what}{'' if rest == 1 else 's'} alone have others (--json says all)"
+    return [*texts, more] if rest else texts
 
 
 def _bound_lines(why: Mapping[str, Any]) -> Iterator[str]:

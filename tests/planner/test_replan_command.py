@@ -84,6 +84,10 @@ def test_ranks_are_lost_and_come_back_on_the_command_line(tmp_path, capsys):
     assert (code, err) == (0, "")
     assert "\nre-planned in " in out
     assert "without ranks 7: " in out
+    assert (
+        "\nthe running job cannot switch to this plan without a checkpoint: only lost ranks had"
+        in out
+    )
     code, out, _ = run(capsys, "plan", "--replan", second, "--without", "8", "-o", third, "--json")
     value = json.loads(out)
     assert code == 0

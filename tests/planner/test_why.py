@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from hdtensor.planner.cluster import Cluster
 from hdtensor.planner.cluster_files import parse_cluster
 from hdtensor.planner.emit import Planned, emit, read_planned
 from hdtensor.planner.models import shape_of_config
@@ -12,8 +13,9 @@ from hdtensor.planner.planning import find_plan, make_costs, make_plan, predict
 from hdtensor.planner.simulate import busiest_stage, simulate_strategy, slowest_lane
 from hdtensor.planner.space import SearchOptions, make_space
 from hdtensor.planner.strategy import LaneChoice, StageChoice, Strategy
-from hdtensor.planner.text_report import LANE_WORDS
-from hdtensor.planner.why import find_why, why_of
+from hdtensor.planner.text_report import LANE_WORDS, seconds_text
+from hdtensor.planner.whole_parts import find_whole_parts
+from hdtensor.planner.why import find_why, other_schedules, why_of
 from hdtensor.planner.workload import SCHEDULES, Workload
 
 
@@ -31,29 +33,100 @@ network: 50 GB/s
 """
 
 
-def chain(num_fast, num_slow, memory=80):
+def chain(num_fast, num_slow, memory=80, batch=16):
     stages = (StageChoice((0,), num_fast, 1), StageChoice((1,), num_slow, 1))
-    strategy = Strategy((LaneChoice(stages, 16, 1),))
-    planned = Planned(strategy, MODEL, parse_cluster(DEVICES.format(memory=memory)), WORK)
-    costs = make_costs(planned.model, WORK, planned.cluster)
+    strategy = Strategy((LaneChoice(stages, batch, 1),))
+    work = replace(WORK, batch=batch)
+    planned = Planned(strategy, MODEL, parse_cluster(DEVICES.format(memory=memory)), work)
+    costs = make_costs(planned.model, work, planned.cluster)
     return predict(planned, costs), costs
+
+
+def parts_of(summary, costs):
+    strategy, model, cluster, work = summary.planned
+    space = make_space(cluster, costs, work, model.num_layers, SearchOptions(mbs=(1,)))
+    return find_whole_parts(space, strategy, summary.prediction.seconds)
 
 
 def steps_of_all_cuts():
     return {num: chain(num, 12 - num)[0].prediction.seconds for num in range(1, 12)}
 
 
-def test_at_the_best_cut_whole_layers_bind():
+@pytest.mark.parametrize(
+    ("batch", "layers", "constraint"),
+    [(16, 12, "fill and drain"), (512, 12, "whole layers"), (512, 6, "imbalance"), (1, 12, "fill and drain")],
+)  # fmt: skip
+def test_what_costs_most_binds(batch, layers, constraint):
+    """At the best cut of many micro-batches whole layers cost most, at that of a few the turns of the pipeline."""
+    steps = steps_of_all_cuts()
+    best = min(steps, key=steps.get) if layers == 12 else 4
+    summary, costs = chain(best, 12 - best, batch=batch)
+    parts = parts_of(summary, costs)
+    why = find_why(summary, costs, parts)
+    assert why.constraint == constraint == next(iter(why.costs))
+    step, lane = summary.prediction.seconds, summary.lane_seconds[0]
+    assert list(why.costs.values()) == sorted(why.costs.values(), reverse=True)
+    assert why.costs["fill and drain"] == lane.fill
+    together = why.costs.get("whole layers", 0.0) + why.costs.get("imbalance", 0.0)
+    assert together == pytest.approx(lane.imbalance)
+    assert why.costs.get("whole layers", 0.0) == pytest.approx(min(parts.layers, lane.imbalance))
+    assert sum(why.costs.values()) + lane.balanced == pytest.approx(step, rel=1e-3)
+
+
+def test_moves_of_a_layer_are_the_cuts_beside():
     steps = steps_of_all_cuts()
     best = min(steps, key=steps.get)
     assert 1 < best < 11
-    summary, costs = chain(best, 12 - best)
-    why = find_why(summary, costs)
-    assert why.constraint == "whole layers"
+    why = find_why(*chain(best, 12 - best))
     assert all(move.seconds > steps[best] for move in why.moves)
     neighbours = [steps[best - 1], steps[best + 1]]
     for move in why.moves:
         assert any(move.seconds == pytest.approx(near, rel=1e-12) for near in neighbours)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_other_schedules_take_what_the_events_say(schedule):
+    summary, costs = chain(8, 4)
+    planned = summary.planned
+    work = replace(WORK, schedule=schedule)
+    mine = predict(planned._replace(workload=work), costs)
+    others = other_schedules(mine, costs)
+    assert set(others) == set(SCHEDULES) - {schedule}
+    for name, other in others.items():
+        step = predict(planned._replace(workload=replace(WORK, schedule=name)), costs)
+        assert other.seconds == pytest.approx(step.prediction.seconds)
+        assert other.lacking == max(0.0, *(-stage.free for stage in step.stages))
+
+
+def most_bytes(planned, costs):
+    need = predict(planned, costs).prediction.memory.values()
+    return max(each.total for each in need)
+
+
+def test_a_faster_schedule_that_fits_is_offered_and_no_other():
+    """ZB-H1 is faster here and needs more memory, GPipe is as fast as 1F1B."""
+    node = parse_cluster("nodes: [2x H800]").nodes[0]
+    options = SearchOptions(tp_degrees=(1,), mbs=(1,), max_lanes=1)
+
+    def found_with(memory):
+        device = replace(node.device, memory_bytes=memory)
+        cluster = Cluster(nodes=(replace(node, device=device),), between=node.inside)
+        return make_plan(MODEL, cluster, WORK, options=options)
+
+    large = found_with(node.device.memory_bytes)
+    zb = large.planned._replace(workload=replace(WORK, schedule="ZB-H1"))
+    small = found_with(
+        int((most_bytes(zb, large.costs) + most_bytes(large.planned, large.costs)) / 2)
+    )
+    assert small.planned.strategy == large.planned.strategy
+    for found, lacks in ((large, False), (small, True)):
+        other = other_schedules(found.summary, found.costs)["ZB-H1"]
+        assert found.summary.why["schedules"]["ZB-H1"] == other._asdict()
+        assert other.seconds < found.seconds * 0.99
+        assert (other.lacking > 0) == lacks
+        offers = [reason for reason in found.reasons if reason.startswith("With ")]
+        words = f"With ZB-H1 these lanes would take {seconds_text(other.seconds)}, "
+        assert [offer.startswith(words) for offer in offers] == ([] if lacks else [True])
 
 
 def test_where_a_device_is_full_its_memory_binds():
@@ -72,13 +145,21 @@ def test_where_a_device_is_full_its_memory_binds():
 
 
 def test_one_stage_has_nothing_to_move_and_two_lanes_have_micro_batches():
+    """What remains are the optimizer and gradients; where they take less than a hundredth it is the work itself."""
     one = Strategy((LaneChoice((StageChoice((0,), 12, 1),), 16, 1),))
     two = Strategy(tuple(LaneChoice((StageChoice((rank,), 12, 1),), 8, 1) for rank in (0, 1)))
     cluster = parse_cluster("cluster: 2x H800")
     costs = make_costs(MODEL, WORK, cluster)
-    for strategy, constraint, num_moves in ((one, "one stage", 0), (two, "whole micro-batches", 1)):
-        why = find_why(predict(Planned(strategy, MODEL, cluster, WORK), costs), costs)
-        assert (why.constraint, len(why.moves)) == (constraint, num_moves)
+    for strategy, names, num_moves in (
+        (one, {"optimizer"}, 0),
+        (two, {"optimizer", "gradients"}, 1),
+    ):
+        summary = predict(Planned(strategy, MODEL, cluster, WORK), costs)
+        why = find_why(summary, costs)
+        assert (set(why.costs), len(why.moves)) == (names, num_moves)
+        most = max(why.costs.values()) / summary.prediction.seconds
+        assert why.constraint == (next(iter(why.costs)) if most >= 0.01 else "work")
+    assert find_why(*chain(8, 4)).constraint != "work"
 
 
 def test_what_a_search_says_is_true_of_what_it_rejected():
@@ -147,9 +228,11 @@ def test_a_plan_comes_in_one_call_with_its_bound_bottleneck_constraint_and_rejec
         busiest.lane,
         busiest.stage,
     )
-    assert found.constraint == find_why(found.summary, found.costs).constraint
+    why = find_why(found.summary, found.costs, found.result.bound.parts)
+    assert (found.constraint, found.summary.why["costs"]) == (why.constraint, why.costs)
     assert any(
-        f"What binds: {found.constraint}. The bottleneck is lane {busiest.lane} stage" in r
+        f"What binds: {found.constraint}. Costs of the step: {found.constraint} " in r
+        and f" The bottleneck is lane {busiest.lane} stage" in r
         for r in found.reasons
     )
     assert len(found.alternatives) >= 2
