@@ -1,4 +1,4 @@
-"""The table of private names of torch that ``_torch_compat.py`` uses; ``scripts/torch_compat_page.py`` shows it.
+"""The table of private names of torch that ``_torch_compat.py`` and ``_torch_compilers.py`` use; ``scripts/torch_compat_page.py`` shows it.
 
 Importing this module looks them up, so that a torch without one is refused by one error that says so, and before anything
 of it is used.
@@ -190,14 +190,16 @@ PRIVATE_NAMES = (
         "2.13-2.15",
     ),
     PrivateName(
-        "torch.fx.experimental.proxy_tensor.set_proxy_slot -> sympy_expr_tracker",
+        "torch.fx.experimental.proxy_tensor.set_proxy_slot (tracer.sympy_expr_tracker)",
         "tracers keep the first value that an open size's name stood for",
         "2.13-2.14",
+        for_compilers=True,
     ),
     PrivateName(
         "torch._inductor.lowering -> lowerings, V",
         "inductor keeps that order too where it reorders operators",
         "2.13-2.14",
+        for_compilers=True,
     ),
     PrivateName(
         "torch._functorch._aot_autograd.runtime_wrappers.AOTDispatchAutograd -> process_runtime_tangent",

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from hdtensor._torch_compat import extend_marks, new_wrapper, no_torch_function
+from hdtensor._torch_compat import new_wrapper, no_torch_function
+from hdtensor._torch_compilers import extend_marks
 from hdtensor.checkpoint import protocol
 from hdtensor.collectives import groups
 from hdtensor.errors import DeductionError, SpecError

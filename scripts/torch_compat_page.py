@@ -14,13 +14,13 @@ from hdtensor._torch_names import PRIVATE_NAMES, TESTED_VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "torch_compat.md"
-SOURCE = ROOT / "hdtensor" / "_torch_compat.py"
+SOURCES = [ROOT / "hdtensor" / name for name in ("_torch_compat.py", "_torch_compilers.py")]
 
 _HEAD = """\
 # Private names of torch
 
-Written by `scripts/torch_compat_page.py` from the table in `hdtensor/_torch_names.py`. The only file that uses
-private names of torch is `hdtensor/_torch_compat.py` (`scripts/check_private_torch.py` checks it). The test suite passes on torch {tested}.
+Written by `scripts/torch_compat_page.py` from the table in `hdtensor/_torch_names.py`. The only files that use
+private names of torch are `hdtensor/_torch_compat.py` and, for compiled programs, `hdtensor/_torch_compilers.py` (`scripts/check_private_torch.py` checks it). The test suite passes on torch {tested}.
 Importing hdtensor looks all of them up, compiling those of compilers; a torch without one is refused by one `TorchVersionError`.
 
 The two releases differ in one name: `register_opaque_type` became `register_custom_class` in 2.14, where the old one logs a
@@ -45,9 +45,13 @@ def page() -> str:
 
 
 def private_names() -> set[str]:
-    """Return the private parts of all names of torch that the source imports or reads."""
+    """Return the private parts of all names of torch that the sources import or read."""
+    return set().union(*(_private_names(path.read_text(encoding="utf-8")) for path in SOURCES))
+
+
+def _private_names(source: str) -> set[str]:
     found = set()
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
+    tree = ast.parse(source)
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     own |= {
         t.id
@@ -82,8 +86,8 @@ def missing_rows() -> list[str]:
 
 
 def unused_rows() -> list[str]:
-    """Return the rows whose name the source does not use."""
-    code = SOURCE.read_text(encoding="utf-8")
+    """Return the rows whose name the sources do not use."""
+    code = "".join(path.read_text(encoding="utf-8") for path in SOURCES)
     return [row.name for row in PRIVATE_NAMES if re.findall(r"\w+", row.name)[-1] not in code]
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
-from hdtensor._torch_compat import keep_effects_of_checkpoints, keep_in_order
+from hdtensor._torch_compilers import keep_effects_of_checkpoints, keep_in_order
 from hdtensor.collectives import groups, observe, p2p, split
 from hdtensor.collectives.groups import group_of
 from hdtensor.errors import RedistributeError

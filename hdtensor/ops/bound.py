@@ -15,7 +15,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 from hdtensor._rank import current_rank
-from hdtensor._torch_compat import DTensorSpec, TensorMeta, abstract_mesh, keep_first_names
+from hdtensor._torch_compat import DTensorSpec, TensorMeta, abstract_mesh
+from hdtensor._torch_compilers import keep_first_names
 from hdtensor.errors import SpecError
 from hdtensor.placements import checks
 from hdtensor.placements.layout import (

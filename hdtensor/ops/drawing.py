@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hdtensor.triton_kernels.counter_random as counter_random
 from hdtensor._rank import current_rank
-from hdtensor._torch_compat import keep_effects_of_checkpoints, keep_in_order
+from hdtensor._torch_compilers import keep_effects_of_checkpoints, keep_in_order
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements.layout import OwnedBox, contiguous_stride, owned_boxes
 from hdtensor.placements.spec import HDSpec

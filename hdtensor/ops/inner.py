@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from hdtensor._torch_compat import is_marked_dynamic, mark_dynamic, without_modes
+from hdtensor._torch_compat import without_modes
+from hdtensor._torch_compilers import is_marked_dynamic, mark_dynamic
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec, Layout, OwnSizes, SymbolicBound, rebound
 from hdtensor.ops.registry import wrap

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hdtensor._rank import current_rank
-from hdtensor._torch_compat import keep_effects_of_checkpoints, keep_in_order
+from hdtensor._torch_compilers import keep_effects_of_checkpoints, keep_in_order
 from hdtensor.collectives import groups, observe
 from hdtensor.placements.layout import local_shape
 from hdtensor.placements.spec import HDSpec

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hdtensor._torch_compat import extend_tangents
+from hdtensor._torch_compilers import extend_tangents
 from hdtensor.errors import DeductionError
 from hdtensor.ops.bound import BoundSpec, Layout, kept_sizes, rebound
 from hdtensor.ops.inner import extents_of, flattened, keep_extents, with_inner

@@ -2,7 +2,7 @@
 
 import torch
 
-from hdtensor._torch_compat import keep_in_order
+from hdtensor._torch_compilers import keep_in_order
 
 
 _library = torch.library.Library("order_of_effects", "DEF")
