@@ -166,8 +166,14 @@ WRONG = [
     (["plan", *SMALL, "-o", "/dev/null/plan.json"], "/dev/null/plan.json"),
     (["plan", "--batch", "8"], "the following arguments are required: --model"),
     (["plan", *SMALL, "--model", "llama-70b", "--cluster", "1x RTX-3090", "--zero", "0", "--schedule", "gpipe", "--precision",
-      "fp32", "--min-lanes", "1"], "a smaller --mbs, more than 8 stages (--max-stages), --recompute full, --zero 1, "
-     "--precision bfloat16 or --schedule 1F1B."),
+      "fp32", "--min-lanes", "1"], "all devices have 25.8 GB. Take more devices or devices with more memory."),
+    (["plan", *SMALL, "--schedule", "gpipe", "--precision", "fp32", "--batch", "4096", "--zero", "0"],
+     "of 4096 samples; buffers take 1.21 GB of each device. Take more devices, a shorter context, --schedule 1F1B, "
+     "--recompute full, a smaller batch, --precision bfloat16 or --zero 1."),
+    (["plan", *SMALL, "--tp", "16"], "error: --tp: a stage stays in its node, and the largest node has 4 devices, got TP 16. "
+     "Allow up to 4; lanes go over several nodes by stages."),
+    (["plan", *SMALL, "--cluster", "2x 8x A100-80, 3x 8x RTX-4090"], "error: --cluster: groups of devices are joined by +, "
+     "not by a comma: write '2x 8x A100-80 + 3x 8x RTX-4090'."),
     (["plan", *SMALL, "--min-lanes", "9"], "error: --min-lanes: 8 devices and 16 samples make at most 8 lanes, got 9"),
     (["plan", *SMALL, "--cluster", "8x V100"], "error: --precision: V100-16 has no rate"),
     (["plan", *SMALL, "--batch", "10000000"], "batch: must be"),
