@@ -112,6 +112,35 @@ def test_the_trace_and_the_page_are_written(plan, capsys, tmp_path):
     assert page.read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.parametrize(
+    ("more", "most"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 2048}, None),
+        ({"max_position_embeddings": 2047}, 2047),
+        ({"max_position_embeddings": None}, None),
+        ({"max_position_embeddings": "many"}, None),
+        ({"max_position_embeddings": 512, "rope_scaling": {"type": "linear", "factor": 2.0}}, 1024),
+        ({"max_position_embeddings": 512, "rope_scaling": {"type": "linear", "factor": 4}}, None),
+        ({"max_position_embeddings": 1000, "rope_parameters": {"factor": 40, "original_max_position_embeddings": 25}}, 1000),
+        ({"max_position_embeddings": 512, "rope_scaling": {"factor": None}}, 512),
+        ({"model_type": "gpt2", "n_positions": 1024}, 1024),
+    ],
+)  # fmt: skip
+def test_a_context_beyond_the_models_positions_is_warned_of(more, most, capsys, tmp_path):
+    config, path = tmp_path / "config.json", tmp_path / "plan.json"
+    config.write_text(json.dumps({**TINY, **more}))
+    code, _, err = run(capsys, "plan", "--model", str(config), "--cluster", "1x H20", "--batch", "1", "--context",
+                       "2048", "-o", str(path))  # fmt: skip
+    assert code == 0
+    words = f"warning: context: 2048 tokens are more than the {most} positions of {tmp_path.name} (max_position_embeddings); "
+    assert (words in err) == (most is not None)
+    assert err.count("\n") == (most is not None)
+    assert run(capsys, "explain", str(path))[2] == err.replace(
+        "hdtensor plan:", "hdtensor explain:"
+    )
+
+
 def test_uniform_shows_the_best_uniform_plan(capsys):
     code, out, _ = run(capsys, "plan", *SMALL, "--uniform")
     assert code == 0
