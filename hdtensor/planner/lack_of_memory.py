@@ -20,8 +20,14 @@ def too_large(space: Space) -> str:
     Args:
         space: What the search knows.
     """
-    lack = find_lack(space)
     prices, least = space.prices, space.options.min_lanes
+    most = min(sum(space.devices), space.workload.batch)
+    if least > most:
+        return (
+            f"min_lanes: {sum(space.devices)} devices and {space.workload.batch} samples make at most {most} lanes, got "
+            f"{least}. Ask for fewer."
+        )
+    lack = find_lack(space)
     sharers = least if space.workload.zero else 1
     layer = _least(_sizes(space) * (prices.fixed[1] + prices.shared[1] / sharers))
     ends = _least(_sizes(space) * (prices.fixed[2] + prices.shared[2] / sharers)) + _least(

@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from hdtensor.errors import PlannerError
 from hdtensor.pipeline.plan_files import MODELS as LLAMAS
@@ -236,7 +236,7 @@ def shape_of_config(config: Any, *, name: str = "") -> ModelShape:
         return reader.shape(name)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST
 
 
@@ -334,16 +334,15 @@ class _ConfigReader:
         Some families give the scaled number, others the one before scaling: the larger one is taken.
         """
         said = self._config.get("max_position_embeddings") or self._config.get("n_positions")
-        if not _is_count(said):
-            return 0
+        most = said if _is_count(said) else 0
         scaling = self._config.get("rope_scaling") or self._config.get("rope_parameters")
-        if not isinstance(scaling, Mapping):
-            return int(said)
+        if not most or not isinstance(scaling, Mapping):
+            return most
         factor = scaling.get("factor")
-        before = scaling.get("original_max_position_embeddings", said)
+        before = scaling.get("original_max_position_embeddings", most)
         if not _is_count(before) or not isinstance(factor, int | float) or not 1 <= factor <= _MOST:
-            return int(said)
-        return min(max(int(said), int(before * factor)), _MOST)
+            return most
+        return min(max(most, int(before * factor)), _MOST)
 
     def _divided(self, hidden: int, num_heads: int) -> int:
         if "head_dim" not in self._config and hidden % num_heads:
