@@ -73,6 +73,11 @@ def parse_groups(
     """
     if not isinstance(text, str) or len(text) > 10_000:
         raise PlannerError(f"{field}: must be a text such as '16x H800 + 32x H20'.")
+    if "," in text:
+        joined = " + ".join(" ".join(part.split()) for part in text.split(",") if part.strip())
+        raise PlannerError(
+            f"{field}: groups of devices are joined by +, not by a comma: write {joined[:200]!r}."
+        )
     groups = []
     total = 0
     for part in text.split("+"):

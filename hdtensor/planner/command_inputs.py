@@ -189,6 +189,18 @@ def warn(conflict: str | None, options: argparse.Namespace) -> None:
         sys.stderr.write(f"hdtensor {options.command}: warning: {conflict}\n")
 
 
+def context_warning(planned: Planned) -> str | None:
+    """Return what is wrong with a context that is longer than the model's positions; None if nothing is."""
+    model, context = planned.model, planned.workload.context
+    most = model.max_context or model.num_positions
+    if not 0 < most < context:
+        return None
+    return (
+        f"context: {context} tokens are more than the {most} positions of {model.name} "
+        f"(max_position_embeddings); give at most so many, or a config.json with scaled positions."
+    )
+
+
 def costs_of(planned: Planned, options: argparse.Namespace) -> CostModel:
     """Return the costs by the profiles that the options give."""
     profiles = [Profile.load(path) for path in options.profile]

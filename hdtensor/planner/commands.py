@@ -21,6 +21,7 @@ from hdtensor.planner.command_inputs import (
     add_workload,
     check_outputs,
     cluster_of,
+    context_warning,
     costs_of,
     number,
     numbers,
@@ -138,6 +139,7 @@ def _plan(options: argparse.Namespace) -> int:
             sys.stdout.write(f"\nbest uniform plan: {text}\n")
         if facts:
             sys.stdout.write(f"\n{replan_text(facts)}\n")
+    warn(context_warning(planned), options)
     if interrupt.is_set():
         sys.stderr.write("hdtensor plan: interrupted; this is the best plan so far\n")
         return INTERRUPTED
@@ -217,6 +219,7 @@ def summary_of(options: argparse.Namespace) -> Summary:
     summary = predict(planned, costs)
     warn(conflict, options)
     warn(unmeasured(planned, costs), options)
+    warn(context_warning(planned), options)
     said = purpose.get("predicted", {})
     # What was said holds for what was planned: not for another cluster, other costs or an edited file.
     if not isinstance(said, dict) or said.get("step_seconds") != summary.prediction.seconds:

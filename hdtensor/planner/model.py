@@ -23,6 +23,7 @@ _OPTIONAL = (
     "rope_dim",
     "value_dim",
     "num_positions",
+    "max_context",
 )
 
 
@@ -52,6 +53,7 @@ class ModelShape:
             keys are latent.
         value_dim: Width of a head of values; 0: ``head_dim``.
         num_positions: Rows of a learned embedding of positions; 0: none.
+        max_context: Tokens of a sample that its positions are made for; 0: nobody says it.
     """
 
     name: str
@@ -74,6 +76,7 @@ class ModelShape:
     rope_dim: int = 0
     value_dim: int = 0
     num_positions: int = 0
+    max_context: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

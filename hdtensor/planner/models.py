@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from hdtensor.errors import PlannerError
 from hdtensor.pipeline.plan_files import MODELS as LLAMAS
@@ -236,6 +236,10 @@ def shape_of_config(config: Any, *, name: str = "") -> ModelShape:
         return reader.shape(name)
 
 
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST
+
+
 class _ConfigReader:
     """Reads sizes under whatever key a family has for them."""
 
@@ -280,6 +284,7 @@ class _ConfigReader:
             num_experts=num_experts,
             kv_rank=kv_rank,
             num_positions=self._positions(family),
+            max_context=self._max_context(),
             **more,
         )
 
@@ -322,6 +327,22 @@ class _ConfigReader:
                 # OPT keeps two more rows, for padding.
                 return whole_number(key, self._config[key], 1, _MOST - 2) + 2 * (family == "opt")
         return 0
+
+    def _max_context(self) -> int:
+        """Return the tokens of a sample that positions are made for, scaled ones too; 0 if that is not said.
+
+        Some families give the scaled number, others the one before scaling: the larger one is taken.
+        """
+        said = self._config.get("max_position_embeddings") or self._config.get("n_positions")
+        most = said if _is_count(said) else 0
+        scaling = self._config.get("rope_scaling") or self._config.get("rope_parameters")
+        if not most or not isinstance(scaling, Mapping):
+            return most
+        factor = scaling.get("factor")
+        before = scaling.get("original_max_position_embeddings", most)
+        if not _is_count(before) or not isinstance(factor, int | float) or not 1 <= factor <= _MOST:
+            return most
+        return min(max(most, int(before * factor)), _MOST)
 
     def _divided(self, hidden: int, num_heads: int) -> int:
         if "head_dim" not in self._config and hidden % num_heads:

@@ -22,6 +22,7 @@ from hdtensor.errors import PlannerError
 from hdtensor.planner.bounds import Bound, lower_bound, work_bound
 from hdtensor.planner.columns import find_messages
 from hdtensor.planner.exhaustive import search_all
+from hdtensor.planner.lack_of_memory import too_large
 from hdtensor.planner.levels import Level, deal, describe
 from hdtensor.planner.place import LaneDraft, place
 from hdtensor.planner.refine import refine_layers, refine_microbatches
@@ -287,7 +288,7 @@ def best_of(
     elif best is not None:
         strategy, seconds = best.strategy, best.seconds
     else:
-        raise PlannerError(_too_large(space))
+        raise PlannerError(too_large(space))
     return SearchResult(
         space=space,
         strategy=strategy,
@@ -311,38 +312,3 @@ def _level_numbers(space: Space) -> Iterator[int]:
         if number >= space.options.min_lanes or 2 * number > space.options.min_lanes:
             yield max(number, space.options.min_lanes)
         number *= 2
-
-
-def _too_large(space: Space) -> str:
-    """Return the message for a model that does not fit, with what binds."""
-    prices, least = space.prices, space.options.min_lanes
-    most = min(sum(space.devices), space.workload.batch)
-    if least > most:
-        return (
-            f"min_lanes: {sum(space.devices)} devices and {space.workload.batch} samples make at most {most} lanes, got "
-            f"{least}. Ask for fewer."
-        )
-    shared = sum(space.devices) if space.workload.zero else 1
-    per_layer = prices.fixed[1] + prices.shared[1] / shared
-    need = np.nanmin(np.where(np.isfinite(per_layer), per_layer * _sizes(space), np.nan))
-    total = sum(pool.num_devices * pool.device.memory_bytes for pool in space.pools)
-    work = space.workload
-    ways = [
-        "more devices",
-        "a smaller mbs",
-        f"more than {space.options.max_stages} stages (max_stages)",
-    ]
-    ways += ["recompute='full'"] if work.recompute == "none" else []
-    ways += ["zero=1"] if not work.zero else []
-    ways += ["precision='bfloat16'"] if work.precision == "float32" else []
-    ways += ["schedule='1F1B'"] if work.schedule != "1F1B" else []
-    ways += ["fewer lanes (min_lanes)"] if least > 1 else []
-    return (
-        f"memory: no strategy fits. A layer's parameters, gradients and optimizer state take {need / 1e9:.3g} GB at "
-        f"least, {space.num_layers} layers {need * space.num_layers / 1e9:.4g} GB beside activations; all devices have "
-        f"{total / 1e9:.4g} GB. Take {', '.join(ways[:-1])} or {ways[-1]}."
-    )
-
-
-def _sizes(space: Space) -> np.ndarray:
-    return np.array([[kind.size] for kind in space.kinds])

@@ -327,6 +327,8 @@ def make_space(
     if not pools:
         raise PlannerError("ranks: none of them is in the cluster, so there is nothing to plan on.")
     kinds = find_kinds(pools, options)
+    if not kinds:
+        raise PlannerError(_too_wide(pools, options))
     sizes = [size for size in options.mbs if size <= workload.batch]
     _check_lanes(workload.batch, options, sum(pool.num_devices for pool in pools))
     prices = find_prices(kinds, costs, sizes)
@@ -344,6 +346,19 @@ def make_space(
         pools=pools,
         kinds=kinds,
         prices=prices,
+    )
+
+
+def _too_wide(pools: Sequence[Pool], options: SearchOptions) -> str:
+    """Return the message for stages that no node has room for."""
+    most = max(len(ranks) for pool in pools for ranks in pool.ranks)
+    cp = min(options.cp_degrees)
+    is_cp = cp > 1
+    what = f"{min(options.tp_degrees)}{f' x CP {cp}' if is_cp else ''}"
+    return (
+        f"tp_degrees: a stage stays in its node, and the largest node has {most} device{'' if most == 1 else 's'}, got TP "
+        f"{what}. Allow{' tp x cp' if is_cp else ''} up to {1 << (most.bit_length() - 1)}; lanes go over several nodes by "
+        f"stages."
     )
 
 

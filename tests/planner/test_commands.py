@@ -140,6 +140,35 @@ def test_the_trace_and_the_page_are_written(plan, capsys, tmp_path):
     assert page.read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.parametrize(
+    ("more", "most"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 2048}, None),
+        ({"max_position_embeddings": 2047}, 2047),
+        ({"max_position_embeddings": None}, None),
+        ({"max_position_embeddings": "many"}, None),
+        ({"max_position_embeddings": 512, "rope_scaling": {"type": "linear", "factor": 2.0}}, 1024),
+        ({"max_position_embeddings": 512, "rope_scaling": {"type": "linear", "factor": 4}}, None),
+        ({"max_position_embeddings": 1000, "rope_parameters": {"factor": 40, "original_max_position_embeddings": 25}}, 1000),
+        ({"max_position_embeddings": 512, "rope_scaling": {"factor": None}}, 512),
+        ({"model_type": "gpt2", "n_positions": 1024}, 1024),
+    ],
+)  # fmt: skip
+def test_a_context_beyond_the_models_positions_is_warned_of(more, most, capsys, tmp_path):
+    config, path = tmp_path / "config.json", tmp_path / "plan.json"
+    config.write_text(json.dumps({**TINY, **more}))
+    code, _, err = run(capsys, "plan", "--model", str(config), "--cluster", "1x H20", "--batch", "1", "--context",
+                       "2048", "-o", str(path))  # fmt: skip
+    assert code == 0
+    words = f"warning: context: 2048 tokens are more than the {most} positions of {tmp_path.name} (max_position_embeddings); "
+    assert (words in err) == (most is not None)
+    assert err.count("\n") == (most is not None)
+    assert run(capsys, "explain", str(path))[2] == err.replace(
+        "hdtensor plan:", "hdtensor explain:"
+    )
+
+
 def test_uniform_shows_the_best_uniform_plan(capsys):
     code, out, _ = run(capsys, "plan", *SMALL, "--uniform")
     assert code == 0
@@ -194,8 +223,14 @@ WRONG = [
     (["plan", *SMALL, "-o", "/dev/null/plan.json"], "/dev/null/plan.json"),
     (["plan", "--batch", "8"], "the following arguments are required: --model"),
     (["plan", *SMALL, "--model", "llama-70b", "--cluster", "1x RTX-3090", "--zero", "0", "--schedule", "gpipe", "--precision",
-      "fp32", "--min-lanes", "1"], "a smaller --mbs, more than 8 stages (--max-stages), --recompute full, --zero 1, "
-     "--precision bfloat16 or --schedule 1F1B."),
+      "fp32", "--min-lanes", "1"], "all devices have 25.8 GB. Take more devices or devices with more memory."),
+    (["plan", *SMALL, "--schedule", "gpipe", "--precision", "fp32", "--batch", "4096", "--zero", "0"],
+     "of 4096 samples; buffers take 1.21 GB of each device. Take more devices, a shorter context, --schedule 1F1B, "
+     "--recompute full, a smaller batch, --precision bfloat16 or --zero 1."),
+    (["plan", *SMALL, "--tp", "16"], "error: --tp: a stage stays in its node, and the largest node has 4 devices, got TP 16. "
+     "Allow up to 4; lanes go over several nodes by stages."),
+    (["plan", *SMALL, "--cluster", "2x 8x A100-80, 3x 8x RTX-4090"], "error: --cluster: groups of devices are joined by +, "
+     "not by a comma: write '2x 8x A100-80 + 3x 8x RTX-4090'."),
     (["plan", *SMALL, "--min-lanes", "9"], "error: --min-lanes: 8 devices and 16 samples make at most 8 lanes, got 9"),
     (["plan", *SMALL, "--cluster", "8x V100"], "error: --precision: V100-16 has no rate"),
     (["plan", *SMALL, "--batch", "10000000"], "batch: must be"),
