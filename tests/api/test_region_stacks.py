@@ -13,6 +13,7 @@ from transformers.utils import ModelOutput
 import hdtensor as hd
 from hdtensor.api import regions
 from hdtensor.api.gradients import GradientSync
+from hdtensor.api.region_install import install
 from tests.api.test_regions import Block, distributed, region_of, states
 
 
@@ -112,7 +113,7 @@ def test_the_stack_of_layers_runs_as_a_whole(rank):
         torch.manual_seed(0)
         plain = Model()
         module = distributed(copy.deepcopy(plain), spec)
-        stack, *inner = regions.install(
+        stack, *inner = install(
             module, hd.ModelDescription.from_module(plain), GradientSync(module.parameters())
         )
         stack.sync.enabled = False  # one process cannot sum over subgroups
@@ -133,7 +134,7 @@ def test_a_stack_that_may_look_into_a_plain_mask_runs_layer_by_layer():
         torch.manual_seed(0)
         plain = Model()
         module = distributed(copy.deepcopy(plain), spec)
-        stack, *inner = regions.install(
+        stack, *inner = install(
             module, hd.ModelDescription.from_module(plain), GradientSync(module.parameters())
         )
         stack.sync.enabled = False
