@@ -73,7 +73,7 @@ def _row(zero: int, settings: Settings) -> Row:
         layer.register_full_backward_pre_hook(lambda *_: time.sleep(SLEEP_S))
     ids = torch.randint(0, 256, (3, 8), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
-    gradients: Any = runner._gradients
+    gradients: Any = runner._mine.gradients
     before, flush = gradients.before, gradients.flush
     ended = [0.0]
 

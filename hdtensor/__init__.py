@@ -9,11 +9,16 @@ from hdtensor import _interrupts  # noqa: F401
 
 
 # isort: split
+# Before any use of torch: refuses one that lacks what is used of it.
+from hdtensor import _torch_names  # noqa: F401
+
+
+# isort: split
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from hdtensor import debug, elastic, ops, pipeline
 from hdtensor._rank import as_rank, current_rank
-from hdtensor._torch_compat import never_compile as _never_compile
+from hdtensor._torch_compilers import never_compile as _never_compile
 from hdtensor.api import optimizers as _optimizers  # noqa: F401 - extends torch's
 from hdtensor.api.batches import distribute_batch, restore_sequence
 from hdtensor.api.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm

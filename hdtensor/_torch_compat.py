@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C import _disabled_torch_function_impl as no_torch_function
 from torch._dispatch.python import enable_python_dispatcher as traced_composites
-from torch._dynamo import trace_rules
-from torch._library import opaque_object
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
@@ -58,30 +57,23 @@ __all__ = [
     "current_mesh",
     "decomposed",
     "dtensor_propagator",
-    "extend_compile",
     "extend_optimizers",
     "extend_state_dicts",
-    "extend_tangents",
     "group_timeout",
     "in_backward",
-    "is_marked_dynamic",
     "is_profiled",
     "is_traced",
-    "keep_effects_of_checkpoints",
-    "keep_in_order",
     "keeps_graph",
     "local_binding",
-    "mark_dynamic",
-    "never_compile",
     "new_wrapper",
     "no_torch_function",
     "node_in_backward",
     "number_of_next_node",
     "number_of_node",
     "observe_conversion",
+    "put_before",
     "pytree",
     "raw_apply",
-    "register_value_type",
     "replace_lbfgs_parts",
     "saved_tensor_hooks",
     "storage_of",
@@ -122,43 +114,10 @@ def decomposed(func: Any) -> Callable[..., Any] | None:
     return functools.partial(func._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
-def keep_in_order(name: str, library: torch.library.Library) -> None:
-    """Have ``torch.compile`` keep all calls of an operator, also without a use, and their order."""
-    torch.library._register_effectful_op(name, torch.library.EffectType.ORDERED, lib=library)
-
-
-def register_value_type(cls: type, *members: str) -> None:
-    """Have ``torch.compile`` take values of a class for constants, guarded by equality.
-
-    Args:
-        cls: It has ``__eq__``, ``__hash__`` and ``__fx_repr__``.
-        members: Attributes and methods whose results are constants, too.
-    """
-    use_real = opaque_object.MemberType.USE_REAL
-    opaque_object.register_opaque_type(cls, typ="value", members=dict.fromkeys(members, use_real))
-
-
-def never_compile(*modules: str) -> None:
-    """Have ``torch.compile`` trace no function of these modules or packages, nor compile one that is called between graphs."""
-    for module in modules:
-        trace_rules.add(module)
-
-
 def is_traced() -> bool:
     """Return whether what runs is being traced, or runs on tensors without values."""
     mode = _get_current_dispatch_mode()
     return mode is not None and (torch.compiler.is_compiling() or mode.is_infra_mode())
-
-
-def is_marked_dynamic(tensor: torch.Tensor, dim: int) -> bool:
-    """Return whether a user marked a dim as one whose length changes between calls of a compiled program."""
-    marks = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
-    return any(dim in getattr(tensor, name, ()) for name in marks)
-
-
-def mark_dynamic(tensor: torch.Tensor, dims: Iterable[int]) -> None:
-    """Have a compiler take dims for ones whose lengths change, where its program allows it."""
-    torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
 
 
 def saved_tensor_hooks() -> Any:
@@ -188,18 +147,15 @@ def raw_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-def backward_id() -> int:
-    """Return the number of the backward that the autograd engine runs in this thread, -1 for none."""
-    return torch._C._current_graph_task_id()
-
+#: ``backward_id()``: the number of the backward that the autograd engine runs in this thread, -1 for none.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 #: ``keeps_graph()``: whether the backward that runs in this thread retains the graph.
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-def number_of_next_node() -> int:
-    """Return the sequence number that the next autograd node of this thread gets."""
-    return torch._C._autograd._get_sequence_nr()
+#: ``number_of_next_node()``: the sequence number that the next autograd node of this thread gets.
+number_of_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def number_of_node(node: Any) -> int:
@@ -227,72 +183,20 @@ def extend_optimizers(
     factorize: Callable[..., None], orthogonalize: Callable[..., torch.Tensor]
 ) -> None:
     """Put functions before those of torch's optimizers; each gets torch's own first, then its arguments."""
-    _put_before(adafactor, "adafactor", factorize)
-    _put_before(muon, "_zeropower_via_newtonschulz", orthogonalize)
+    put_before(adafactor, "adafactor", factorize)
+    put_before(muon, "_zeropower_via_newtonschulz", orthogonalize)
 
 
 def extend_state_dicts(
     gather: Callable[..., Any], distribute: Callable[..., None], broadcast: Callable[..., None]
 ) -> None:
     """Put functions before those by which torch's getters and setters of state dicts know whole tensors."""
-    _put_before(state_dicts, "_gather_state_dict", gather)
-    _put_before(state_dicts, "_distribute_state_dict", distribute)
-    _put_before(state_dicts, "_broadcast_state_dict", broadcast)
+    put_before(state_dicts, "_gather_state_dict", gather)
+    put_before(state_dicts, "_distribute_state_dict", distribute)
+    put_before(state_dicts, "_broadcast_state_dict", broadcast)
 
 
-@functools.cache
-def keep_effects_of_checkpoints() -> None:
-    """Have compiled checkpoints run no operator of ``keep_in_order`` again: a collective's result is kept, and a key drawn.
-
-    A checkpoint marks all that it traces for being run again. Torch keeps the results of such operators elsewhere.
-    """
-    from torch._functorch import partitioners  # noqa: PLC0415 - imported by who compiles
-
-    def unmark(original: Callable[..., Any], joint: torch.fx.GraphModule) -> Any:
-        for node in joint.graph.nodes:
-            if node.op == "call_function" and str(node.target) == "with_effects":
-                for each in (node, *node.users):
-                    each.meta.pop("recompute", None)
-        return original(joint)
-
-    _put_before(partitioners, "has_recomputable_ops", unmark)
-
-
-@functools.cache
-def extend_tangents(tensor_type: type, convert: Callable[[torch.Tensor, Any], Any]) -> None:
-    """Have compiled backwards take plain gradients of a subclass's outputs: torch makes zeros where none comes.
-
-    Args:
-        tensor_type: The subclass.
-        convert: ``convert(plain, metadata) -> tensor`` with the metadata that was traced.
-    """
-    # Imported by who compiles; on its own it takes half a second.
-    from torch._functorch._aot_autograd.runtime_wrappers import (  # noqa: PLC0415
-        AOTDispatchAutograd,
-    )
-
-    def process(original: Callable[..., Any], x: Any, meta: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(x) is torch.Tensor and getattr(meta, "original_subclass_type", None) is tensor_type:
-            x = convert(x, meta.meta)
-        return original(x, meta, *args, **kwargs)
-
-    _put_before(AOTDispatchAutograd, "process_runtime_tangent", process)
-    AOTDispatchAutograd.process_runtime_tangent = staticmethod(  # type: ignore[method-assign]
-        AOTDispatchAutograd.process_runtime_tangent
-    )
-
-
-def extend_compile(note: Callable[[], None]) -> None:
-    """Have ``note()`` called whenever a module is compiled in place."""
-
-    def compile_module(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        note()
-        original(*args, **kwargs)
-
-    _put_before(torch.nn.Module, "compile", compile_module)
-
-
-def _put_before(home: Any, name: str, function: Callable[..., Any]) -> None:
+def put_before(home: Any, name: str, function: Callable[..., Any]) -> None:
     original = getattr(home, name)
 
     @functools.wraps(original)
@@ -381,11 +285,9 @@ def abstract_mesh(mesh_shape: tuple[int, ...], index: int) -> DeviceMesh:
 
     Deduction needs a mesh's shape and this rank's coordinate, never its processes.
     """
-    size = 1
-    for axis in mesh_shape:
-        size *= axis
-    ranks = torch.arange(size, dtype=torch.int).view(mesh_shape)
-    return DeviceMesh("cpu", ranks, _init_backend=False, _rank=index)
+    with without_modes():  # it is kept, and a compiler's tensors have no values
+        ranks = torch.arange(math.prod(mesh_shape), dtype=torch.int).view(mesh_shape)
+        return DeviceMesh("cpu", ranks, _init_backend=False, _rank=index)
 
 
 #: Where Python bindings of aten functions live, best first.
@@ -394,8 +296,4 @@ _BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch.Tensor)
 
 def local_binding(name: str) -> Callable[..., Any] | None:
     """Return torch's Python binding of an aten function, 0.8 us cheaper than the ``OpOverload``."""
-    for home in _BINDINGS:
-        found = getattr(home, name, None)
-        if found is not None:
-            return found
-    return None
+    return next((getattr(home, name) for home in _BINDINGS if hasattr(home, name)), None)

@@ -1,8 +1,20 @@
-"""The table of private names of torch that ``_torch_compat.py`` uses; ``scripts/torch_compat_page.py`` shows it."""
+"""The table of private names of torch that ``_torch_compat.py`` and ``_torch_compilers.py`` use; ``scripts/torch_compat_page.py`` shows it.
+
+Importing this module looks them up, so that a torch without one is refused by one error that says so, and before anything
+of it is used.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+import re
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from hdtensor.errors import TorchVersionError
 
 
 #: The releases that the whole test suite passes on.
@@ -13,14 +25,55 @@ class PrivateName(NamedTuple):
     """A private name of torch that hdtensor relies on.
 
     Attributes:
-        name: Dotted, as Python finds it; after ``->`` attributes of what it gives.
+        name: Dotted, as Python finds it; after ``->`` attributes of it, with ``or`` between names of which a release has one;
+            in brackets what cannot be looked up: of what it returns, takes or holds.
         why: What for.
         versions: The releases over which it kept its place and meaning.
+        for_compilers: Whether it is looked up, and its module imported, only when something is compiled.
     """
 
     name: str
     why: str
     versions: str
+    for_compilers: bool = False
+
+    def missing(self) -> list[str]:
+        """Return which of its names the installed torch lacks.
+
+        >>> PrivateName("torch.nn -> Linear, Gone or Lost, Gone or ReLU", "a doctest", "2.13-2.14").missing()
+        ['torch.nn.Gone or Lost']
+        """
+        path, _, attributes = re.sub(r"\(.*?\)", "", self.name).strip().partition(" -> ")
+        try:
+            home = _find(path)
+        except AttributeError:
+            return [path]
+        every = attributes.split(", ") if attributes else []
+        return [
+            f"{path}.{names}"
+            for names in every
+            if not any(hasattr(home, name) for name in names.split(" or "))
+        ]
+
+
+def _find(path: str) -> Any:
+    """Read a dotted path; modules on the way that nobody imported are."""
+    root, *parts = path.split(".")
+    found: Any = importlib.import_module(root)
+    for part in parts:
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            if not isinstance(found, ModuleType):
+                raise
+            name = f"{found.__name__}.{part}"
+            try:
+                found = importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                if error.name != name:  # it is there, and needs another package
+                    raise
+                raise AttributeError(name) from None
+    return found
 
 
 _TENSOR = "torch.distributed.tensor"
@@ -61,7 +114,7 @@ PRIVATE_NAMES = (
         "2.13-2.14",
     ),
     PrivateName(
-        "torch._C._current_autograd_node -> _sequence_nr",
+        "torch._C._current_autograd_node (returns one with _sequence_nr)",
         "whose part of backward communicates: counts by module",
         "2.13-2.14",
     ),
@@ -76,7 +129,7 @@ PRIVATE_NAMES = (
         "2.13-2.14",
     ),
     PrivateName(
-        "torch.distributed.ProcessGroup._get_backend -> options._timeout",
+        "torch.distributed.ProcessGroup._get_backend (returns one with options._timeout)",
         "groups inherit the default group's timeout",
         "2.13-2.15",
     ),
@@ -137,9 +190,22 @@ PRIVATE_NAMES = (
         "2.13-2.15",
     ),
     PrivateName(
+        "torch.fx.experimental.proxy_tensor.set_proxy_slot (tracer.sympy_expr_tracker)",
+        "tracers keep the first value that an open size's name stood for",
+        "2.13-2.14",
+        for_compilers=True,
+    ),
+    PrivateName(
+        "torch._inductor.lowering -> lowerings, V",
+        "inductor keeps that order too where it reorders operators",
+        "2.13-2.14",
+        for_compilers=True,
+    ),
+    PrivateName(
         "torch._functorch._aot_autograd.runtime_wrappers.AOTDispatchAutograd -> process_runtime_tangent",
         "compiled backwards, where some of several outputs get no gradient",
         "2.13-2.15",
+        for_compilers=True,
     ),
     PrivateName(
         "torch.utils._python_dispatch._disable_current_modes",
@@ -152,6 +218,11 @@ PRIVATE_NAMES = (
         "2.13-2.15",
     ),
     PrivateName(
+        "torch._dynamo.decorators._apply_func_to_inner_tensors_of_same_dim",
+        "limits of lengths that are cut, which torch could not show, are refused",
+        "2.13-2.14",
+    ),
+    PrivateName(
         "torch._dynamo.trace_rules.add",
         "compilers stay out of dispatch and of what runs between graphs",
         "2.13-2.15",
@@ -160,6 +231,7 @@ PRIVATE_NAMES = (
         "torch._functorch.partitioners.has_recomputable_ops",
         "compiled checkpoints run no collective, and draw no key, again",
         "2.13-2.15",
+        for_compilers=True,
     ),
     PrivateName(
         "torch._dispatch.python.enable_python_dispatcher",
@@ -172,9 +244,9 @@ PRIVATE_NAMES = (
         "2.13-2.15",
     ),
     PrivateName(
-        "torch._library.opaque_object",
+        "torch._library.opaque_object -> MemberType, register_custom_class or register_opaque_type",
         "compiled programs take specs for constants",
-        "2.13-2.15",
+        "2.13-2.14",
     ),
     PrivateName(
         "torch._subclasses.fake_tensor.DataDependentOutputException",
@@ -192,7 +264,7 @@ PRIVATE_NAMES = (
         "2.11-2.14",
     ),
     PrivateName(
-        "torch._ops.OpOverload -> _op_dk",
+        "torch.ops.aten.matmul.default -> _op_dk",
         "run it as those",
         "2.11-2.14",
     ),
@@ -249,12 +321,12 @@ PRIVATE_NAMES = (
         "2.11-2.15",
     ),
     PrivateName(
-        f"{_TENSOR}._utils.ExplicitRedistributionContext -> _local, _active",
+        f"{_TENSOR}._utils.ExplicitRedistributionContext -> _local (holds _active)",
         "honoured for implicit conversions",
         "2.11-2.15",
     ),
     PrivateName(
-        "torch.distributed.device_mesh.DeviceMesh -> _init_backend, _rank",
+        "torch.distributed.device_mesh.DeviceMesh (takes _init_backend, _rank)",
         "meshes without processes, for deduction",
         "2.13-2.15",
     ),
@@ -269,3 +341,31 @@ PRIVATE_NAMES = (
         "2.11-2.15",
     ),
 )
+
+
+def require_names(rows: Iterable[PrivateName]) -> None:
+    """Look names up in the installed torch.
+
+    Raises:
+        TorchVersionError: If some are missing; the message has them all.
+    """
+    lost = [(name, row.why) for row in rows for name in row.missing()]
+    if lost:
+        tested = " and ".join(TESTED_VERSIONS)
+        raise TorchVersionError(
+            f"torch {torch.__version__} lacks private names that this hdtensor uses: "
+            f"{'; '.join(f'{name} ({why})' for name, why in lost)}. It is tested with torch {tested}: install one of these, "
+            f"such as by `pip install torch=={TESTED_VERSIONS[-1]}`, or an hdtensor that is made for torch {torch.__version__}."
+        )
+
+
+def require_names_for_compilers() -> None:
+    """Look up what only compiled programs use.
+
+    Raises:
+        TorchVersionError: If some are missing.
+    """
+    require_names(row for row in PRIVATE_NAMES if row.for_compilers)
+
+
+require_names(row for row in PRIVATE_NAMES if not row.for_compilers)

@@ -9,6 +9,10 @@ class HDTensorError(Exception):
     """Base of every error that hdtensor raises on purpose."""
 
 
+class TorchVersionError(HDTensorError, ImportError):
+    """The installed torch lacks a private name that hdtensor uses; the message says which, and which torch has it."""
+
+
 class ConfigError(HDTensorError, ValueError):
     """An environment variable of hdtensor has a value that it may not have."""
 

@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._torch_compat import new_wrapper, no_torch_function
+from hdtensor._torch_compilers import extend_marks
 from hdtensor.checkpoint import protocol
 from hdtensor.collectives import groups
 from hdtensor.errors import DeductionError, SpecError
-from hdtensor.ops.border import ToDTensor, ToLocal, gradient_layout, wanted_spec
+from hdtensor.ops.border import ToLocal, gradient_layout, to_dtensor, wanted_spec
 from hdtensor.ops.bound import BoundSpec, Layout, bound_from_parts, is_like, kept_sizes
 from hdtensor.ops.dispatch import dispatch
-from hdtensor.ops.inner import bound_of, extents_of, flattened, keep_extents
+from hdtensor.ops.inner import bound_of, extents_of, flattened, keep_extents, refuse_limits
 from hdtensor.ops.registry import changes, set_tensor_type
 from hdtensor.ops.shard import rebuild
 from hdtensor.ops.skips import due_gradient
@@ -200,10 +201,7 @@ class HDTensor(torch.Tensor):
         Returns:
             None on a rank outside every subgroup: a DTensor has no such rank.
         """
-        if not self.is_local:
-            return None
-        grad_top = Replicate() if grad_top is None else grad_top
-        return ToDTensor.apply(self, grad_top)
+        return to_dtensor(self, grad_top)
 
     @also_named(device_mesh="spec")
     def redistribute(
@@ -394,6 +392,7 @@ class HDTensor(torch.Tensor):
 
 
 set_tensor_type(HDTensor)
+extend_marks(HDTensor, refuse_limits)
 
 
 # What torch.load(weights_only=True) may call: values only, no code of a file's choice.

@@ -14,16 +14,23 @@ from hdtensor._torch_names import PRIVATE_NAMES, TESTED_VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "torch_compat.md"
-SOURCE = ROOT / "hdtensor" / "_torch_compat.py"
+SOURCES = [ROOT / "hdtensor" / name for name in ("_torch_compat.py", "_torch_compilers.py")]
 
 _HEAD = """\
 # Private names of torch
 
-Written by `scripts/torch_compat_page.py` from the table in `hdtensor/_torch_names.py`. The only file that uses
-private names of torch is `hdtensor/_torch_compat.py` (`scripts/check_private_torch.py` checks it). The test suite passes on torch {tested}.
-What differs between them is not a name but DTensor's rules; where a rule got narrower, `hdtensor/ops/special/` has
+Written by `scripts/torch_compat_page.py` from the table in `hdtensor/_torch_names.py`. The only files that use
+private names of torch are `hdtensor/_torch_compat.py` and, for compiled programs, `hdtensor/_torch_compilers.py` (`scripts/check_private_torch.py` checks it). The test suite passes on torch {tested}.
+Importing hdtensor looks all of them up, compiling those of compilers; a torch without one is refused by one `TorchVersionError`.
+
+The two releases differ in one name: `register_opaque_type` became `register_custom_class` in 2.14, where the old one logs a
+warning. They differ more in DTensor's rules; where a rule got narrower, `hdtensor/ops/special/` has
 one for all releases: copies of pending products and norms (`copies.py`), `any` and `all` (`reductions.py`), and
 in-place operators whose rule would change the layout of what they write to (`ops/writes.py`).
+
+What 2.14 alone has works there: `maximize` of LBFGS, `linalg.polar` and `linalg.matrix_sqrth`. `t.data = other` in a compiled
+function is another operator there, and refused alike. Compiled DTensors have torch 2.14.1 log that `is_opaque_value`, which
+it calls itself, is deprecated; compiled HDTensors do not.
 
 | name | what for | kept its place over |
 |---|---|---|
@@ -38,9 +45,13 @@ def page() -> str:
 
 
 def private_names() -> set[str]:
-    """Return the private parts of all names of torch that the source imports or reads."""
+    """Return the private parts of all names of torch that the sources import or read."""
+    return set().union(*(_private_names(path.read_text(encoding="utf-8")) for path in SOURCES))
+
+
+def _private_names(source: str) -> set[str]:
     found = set()
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
+    tree = ast.parse(source)
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     own |= {
         t.id
@@ -50,6 +61,8 @@ def private_names() -> set[str]:
         if isinstance(t, ast.Name)
     }
     for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("hdtensor"):
+            continue
         if isinstance(node, ast.ImportFrom):
             parts = f"{node.module}.".split(".") + [alias.name for alias in node.names]
         elif isinstance(node, ast.Attribute) and not _is_self(node.value):
@@ -73,9 +86,9 @@ def missing_rows() -> list[str]:
 
 
 def unused_rows() -> list[str]:
-    """Return the rows whose name the source does not use."""
-    code = SOURCE.read_text(encoding="utf-8")
-    return [row.name for row in PRIVATE_NAMES if re.split(r"[^\w]+", row.name)[-1] not in code]
+    """Return the rows whose name the sources do not use."""
+    code = "".join(path.read_text(encoding="utf-8") for path in SOURCES)
+    return [row.name for row in PRIVATE_NAMES if re.findall(r"\w+", row.name)[-1] not in code]
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.changes import Upkeep
 from hdtensor.api.collect import full_tensor
+from hdtensor.api.context_parallel import without_mask
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.api.implicit import implicit_replication
 from hdtensor.collectives import observe
@@ -65,7 +66,7 @@ def accept_plain(model: nn.Module, state: State, reinstall: Callable[[], None]) 
         if torch.compiler.is_compiling():
             state.wants_router_logits = _wants_router_logits(model, kwargs)
             with implicit_replication():
-                return forward(*args, **kwargs)
+                return forward(*args, **without_mask(kwargs))
         # While a lane runs, leaves of its own stand in for the parameters.
         if not state.runs_lane and not state.upkeep.is_current():
             state.upkeep.look(model, reinstall)

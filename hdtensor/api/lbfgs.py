@@ -43,7 +43,7 @@ def begin_step(optimizer: LBFGS, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     params: list[Any] = optimizer.param_groups[0]["params"]
     if not any(isinstance(p, HDTensor) for p in params):
         return None
-    vector = _Vector(params)
+    vector = _Vector(params, optimizer.param_groups[0].get("maximize", False))
     vector.adopt(optimizer.state[params[0]])
     replace_lbfgs_parts(optimizer, vector.gradient, vector.add)
 
@@ -109,12 +109,17 @@ class _Piece(NamedTuple):
 class _Vector:
     """All parameters as one vector.
 
+    Args:
+        params: The parameters.
+        maximize: Whether the steps go uphill: torch takes the loss with its sign turned, from 2.14 on, and so the gradients.
+
     Attributes:
         even: Its spec, on every rank of the world.
         whole: The spec of a number on every rank.
     """
 
-    def __init__(self, params: Sequence[Any]) -> None:
+    def __init__(self, params: Sequence[Any], maximize: bool) -> None:
+        self.maximize = maximize
         size, rank = _world_size(), current_rank()
         self.even = vector_spec(range(size))
         self.whole = HDSpec([Subgroup(tuple(range(size)))])
@@ -171,7 +176,9 @@ class _Vector:
                 moved: Any = self._wrapped(grad).reshape(piece.rows)
                 moved = moved.redistribute(self.by_rows, top_sizes=self._extents(piece.sizes))
                 parts.append(_real(moved._local_tensor))
-            rows = self._of_rows(torch.cat(parts), (self.numel,), self._lengths())
+            local = torch.cat(parts)
+            local = local.neg_() if self.maximize else local
+            rows = self._of_rows(local, (self.numel,), self._lengths())
             return rows.redistribute(self.even)
 
     def add(self, step_size: Any, update: HDTensor) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor._rank import current_rank, is_played
-from hdtensor._torch_compat import new_wrapper
+from hdtensor._torch_compat import new_wrapper, without_modes
 from hdtensor.api.agreement import attempt, communicates, exchange
 from hdtensor.api.shards import (
     LocalShard,
@@ -109,6 +109,12 @@ def from_local(
     return _from_local(local, said, check, None)
 
 
+def _is_linked(local: torch.Tensor, bound: BoundSpec, needs_grad: bool) -> bool:
+    """Whether a tensor of a rank outside was computed from an ``HDTensor``'s, which has a gradient on every rank or on none."""
+    is_computed = needs_grad and local.grad_fn is not None
+    return is_computed and tuple(local.shape) == (0,) and local.dtype is bound.dtype
+
+
 def _from_local(
     local: torch.Tensor, said: Callable[[], Whole], check: bool, problem: Exception | None
 ) -> HDTensor:
@@ -129,7 +135,8 @@ def _from_local(
     local_graphs[0] += 1
     if bound.index is None:
         grad = local.requires_grad if members_need_grad is None else members_need_grad
-        local = local.detach().new_empty(0, dtype=bound.dtype).requires_grad_(grad)
+        if not _is_linked(local, bound, grad):
+            local = local.detach().new_empty(0, dtype=bound.dtype).requires_grad_(grad)
     elif tuple(local.shape) != bound.local_shape():
         raise SpecError(
             f"rank {bound.rank}'s shard of {bound} must have shape {bound.local_shape()}, got "
@@ -161,6 +168,7 @@ class _FromLocal(torch.autograd.Function):
         return term_gradient(grad, ctx.bound), None
 
 
+@torch.compiler.allow_in_graph
 def from_dtensor(
     dtensor: DTensor | None,
     spec: HDSpec | str | None = None,
@@ -180,13 +188,29 @@ def from_dtensor(
         top_sizes: Exact extents of the blocks along a top ``Shard``'s dim; with ``shape``.
 
     Raises:
-        SpecError: If the DTensor's mesh or placements are not those of this rank's subgroup.
+        SpecError: If the DTensor's mesh or placements are not those of this rank's subgroup; in a compiled program if ranks
+            of the world are in no subgroup.
     """
+    if torch.compiler.is_compiling():
+        _refuse_ranks_outside(dtensor, spec)
     if spec is None:
         return _one_subgroup(dtensor)
     local, problem = attempt(lambda: _local_of(dtensor, as_spec(spec), dtype))
     said = functools.partial(_said_of_blocks, spec, shape, top_sizes)
     return _from_local(local, said, True, problem)  # type: ignore[arg-type]
+
+
+def _refuse_ranks_outside(dtensor: DTensor | None, spec: HDSpec | str | None) -> None:
+    """Raise on every rank where some have no DTensor while a program is compiled, which asks nobody."""
+    if spec is not None:
+        ranks = as_spec(spec).ranks
+    else:
+        ranks = tuple(range(dtensor.device_mesh.size())) if dtensor is not None else ()
+    if dist.is_initialized() and len(ranks) < dist.get_world_size():
+        raise SpecError(
+            "from_dtensor in a compiled program: some ranks of the world have no DTensor. They cannot know whether the "
+            "others' needs gradients, and compiled programs do not ask. Call it between compiled functions."
+        )
 
 
 def _said_of_blocks(spec: HDSpec | str, shape: Any, top_sizes: Any) -> Whole:
@@ -220,8 +244,9 @@ def _layout_of(dtensor: DTensor | None) -> tuple[HDSpec, tuple[int, ...], torch.
         return None
     if not isinstance(dtensor, DTensor):
         raise SpecError(f"from_dtensor takes a DTensor, got {type(dtensor).__name__}.")
-    groups.adopt_mesh(dtensor.device_mesh)
-    spec = HDSpec.from_meshes([(dtensor.device_mesh, dtensor.placements)])
+    with without_modes():
+        groups.adopt_mesh(dtensor.device_mesh)
+        spec = HDSpec.from_meshes([(dtensor.device_mesh, dtensor.placements)])
     return spec, tuple(dtensor.shape), dtensor.dtype
 
 
@@ -237,8 +262,9 @@ def _local_of(dtensor: DTensor | None, spec: HDSpec, dtype: torch.dtype | None) 
     if not isinstance(dtensor, DTensor):
         raise SpecError(f"from_dtensor takes a DTensor, got {type(dtensor).__name__}.")
     if index is not None:
-        _check_dtensor(dtensor, spec.subgroups[index])
-        groups.adopt_mesh(dtensor.device_mesh)
+        with without_modes():  # what traces the program must not see how a mesh is read
+            _check_dtensor(dtensor, spec.subgroups[index])
+            groups.adopt_mesh(dtensor.device_mesh)
     return dtensor.to_local()
 
 

@@ -12,9 +12,10 @@ from hdtensor.api.agreement import attempt, communicates, exchange
 from hdtensor.api.local_flow import Flow, gradient_spec, is_differentiable, writes_seen
 from hdtensor.api.shards import LocalShard, Whole, agreed_layout, memory_order
 from hdtensor.errors import SpecError
-from hdtensor.ops.bound import BoundSpec, normalized
+from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import events, moves
 from hdtensor.placements import checks
+from hdtensor.placements.normal_form import normalized
 from hdtensor.placements.spec import HDSpec
 from hdtensor.placements.text import as_spec
 from hdtensor.tensor import HDTensor

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hdtensor._rank import is_played
-from hdtensor.api import local_modules as local, points, regions, router_logits
+from hdtensor.api import local_modules as local, points, router_logits
 from hdtensor.api.agreement import exchange
 from hdtensor.api.changes import Upkeep, make_copyable, own_forward
 from hdtensor.api.context_parallel import share_sequences
@@ -27,6 +27,7 @@ from hdtensor.api.forward import (
 from hdtensor.api.gradients import GradientSync, gradient_plan, paused, pending_spec
 from hdtensor.api.local import prepare_groups
 from hdtensor.api.parameters import device_of, distribute_parameters, initialize
+from hdtensor.api.region_install import install
 from hdtensor.api.regions import Region
 from hdtensor.api.sequences import order_in
 from hdtensor.api.steps import watch_steps
@@ -273,7 +274,7 @@ def _install(model: nn.Module, state: ParallelState) -> None:
             region.put_back()
     elif state.use_regions:
         description = ModelDescription.from_module(model)
-        state.regions = regions.install(model, description, state.sync)
+        state.regions = install(model, description, state.sync)
     while len(state.earlier) >= _MAX_EARLIER:
         del state.earlier[next(iter(state.earlier))]
     state.earlier[text] = (state.hooks, state.regions)

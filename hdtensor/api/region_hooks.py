@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hdtensor._torch_compat import extend_compile
+from hdtensor._torch_compilers import extend_compile
 from hdtensor.api.points import is_own_hook
 from hdtensor.api.router_logits import WholeLogits
 

@@ -37,9 +37,8 @@ from hdtensor.api.gradients import GradientSync
 from hdtensor.api.module_state import KeptState, Switches, check_draws, draws_itself
 from hdtensor.api.points import Points
 from hdtensor.api.region_compile import CompiledForward
-from hdtensor.api.region_hooks import compiles, count_compiles, has_hooks
+from hdtensor.api.region_hooks import compiles, has_hooks
 from hdtensor.api.region_leaf import Places, local_of
-from hdtensor.api.region_modules import modules_of
 from hdtensor.api.region_nodes import (
     Enter,
     Layout,
@@ -63,7 +62,6 @@ from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.registry import events, moves
 from hdtensor.ops.skips import count_skips, stop_counting
 from hdtensor.ops.special.random import num_draws
-from hdtensor.plan import ModelDescription
 from hdtensor.tensor import HDTensor
 
 
@@ -74,30 +72,6 @@ MAX_LAYOUTS = 256
 
 #: How often a pass whose backward left a gradient out is recorded again before the module counts as failed.
 _MAX_TRIES = 3
-
-
-def install(
-    model: nn.Module,
-    description: ModelDescription,
-    sync: GradientSync,
-    *,
-    only_skips: bool = False,
-) -> list[Region]:
-    """Make regions of a model's modules with parameters, down to the children of its layers.
-
-    The module that holds the stack of layers is tried first: where all of it is local work, it runs as a whole.
-
-    Args:
-        model: Its parameters are ``HDTensor``s already.
-        description: Tells which modules are layers.
-        sync: Is told of gradients that plain passes accumulate.
-        only_skips: Whether local modules stay op by op, so that the graph shows their parameters.
-    """
-    count_compiles()
-    return [
-        Region(module, sync, is_stack=holds_layers, only_skips=only_skips)
-        for module, holds_layers in modules_of(model, description)
-    ]
 
 
 class Region:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from hdtensor.api.context_parallel import Order
+from hdtensor.api.context_parallel import Order, PlanOrder
 from hdtensor.api.distribute import distribute_tensor
 from hdtensor.errors import PlanError
 from hdtensor.ops.attention.shares import block_sizes, order_of, padded_length
@@ -34,8 +34,7 @@ def order_in(plan: ExpandedPlan) -> Order | None:
     sharing = plan.shared_sequences
     if sharing is None or sharing.order == "contiguous":
         return None
-    order = sharing.order
-    return lambda length: order_of(plan.inputs, length, order)
+    return PlanOrder(plan.inputs, sharing.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,7 @@ def share_batch(
 
     cut_batch = cut(batch)
     if shares.order is not None:
-        _replace_mask(batch, cut_batch, shares)
+        _replace_mask(model, batch, cut_batch, shares)
     return cut_batch
 
 
@@ -210,17 +209,42 @@ def _tell_positions(model: nn.Module, batch: Any, shares: _Shares) -> None:
         )
 
 
+def _window_of(model: nn.Module) -> int | None:
+    """Return how many positions attention of a model of ``transformers`` reaches back at least, None for all."""
+    config = getattr(model, "config", None)
+    windows = [
+        getattr(config, name, None)
+        for name in ("sliding_window", "attention_chunk_size")
+        if getattr(config, "use_sliding_window", True)
+    ]
+    return min((w for w in windows if w), default=None)
+
+
 def _device_of(batch: Mapping[str, Any]) -> torch.device:
     return next(v.device for v in batch.values() if isinstance(v, torch.Tensor))
 
 
-def _replace_mask(batch: Mapping[str, Any], cut_batch: dict[str, Any], shares: _Shares) -> None:
-    """Put a mask by positions in the place of one that the model would take by rows."""
+def _replace_mask(
+    model: nn.Module, batch: Mapping[str, Any], cut_batch: dict[str, Any], shares: _Shares
+) -> None:
+    """Put a mask by positions in the place of one that the model would take by rows.
+
+    Raises:
+        PlanError: If the mask would also take the place of a window that the model has.
+    """
     mask = batch["attention_mask"]
+    window = _window_of(model)
+    has_window = window is not None and shares.padded >= window
     if mask.ndim == 2 and bool(mask.all()):
         rows = torch.ones(mask.shape[0], shares.padded, dtype=mask.dtype, device=mask.device)
+        rows._hides_nothing = not has_window  # type: ignore[attr-defined]
         cut_batch["attention_mask"] = rows
         return
+    if has_window:
+        raise PlanError(
+            f"sequence_order: the model's attention has a window of {window} positions, and a mask that hides some of "
+            f"{shares.padded} in another order than theirs would take its place. Use sequence_order 'contiguous'."
+        )
     if mask.ndim == 2:
         seen = torch.ones(shares.length, shares.length, dtype=torch.bool, device=mask.device).tril()
         mask = seen & mask.bool()[:, None, None, :]

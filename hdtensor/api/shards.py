@@ -12,10 +12,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor.collectives.split import is_norm
 from hdtensor.errors import DisagreementError, RedistributeError, SpecError
-from hdtensor.ops.bound import BoundSpec, normalized
+from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.special.move import gradient_bound, move
 from hdtensor.placements import checks
 from hdtensor.placements.layout import local_shape
+from hdtensor.placements.normal_form import normalized
 from hdtensor.placements.spec import HDSpec
 from hdtensor.placements.subgroup import Subgroup
 from hdtensor.tensor import HDTensor

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
-from hdtensor._torch_compat import keep_effects_of_checkpoints, keep_in_order
+from hdtensor._torch_compilers import keep_effects_of_checkpoints, keep_in_order
 from hdtensor.collectives import groups, observe, p2p, split
 from hdtensor.collectives.groups import group_of
 from hdtensor.errors import RedistributeError
@@ -45,9 +45,8 @@ def _operator(
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hdtensor::{name}", fake, lib=_library)
     # A rank that only gives uses no result; without its call the others would wait for ever.
-    keep_in_order(f"hdtensor::{name}", _library)
+    keep_in_order(f"hdtensor::{name}", _library, fake)
 
     def register(backward: Callable[..., Any], keep: Callable[..., Any]) -> None:
         def setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -219,10 +218,7 @@ def _make_groups(
 
 _library.define("make_groups(Tensor like, int[] sizes, int[] ranks, bool channels) -> Tensor")
 _library.impl("make_groups", _make_groups, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "hdtensor::make_groups", lambda like, *rest: like.new_empty(0), lib=_library
-)
-keep_in_order("hdtensor::make_groups", _library)
+keep_in_order("hdtensor::make_groups", _library, lambda like, *rest: like.new_empty(0))
 
 
 def make_groups_in_graph(like: Tensor, wanted: set[tuple[int, ...]], *, channels: bool) -> None:

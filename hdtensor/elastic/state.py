@@ -22,9 +22,10 @@ from hdtensor._torch_compat import new_wrapper
 from hdtensor.api.agreement import attempt, communicates, exchange
 from hdtensor.api.lbfgs import vector_spec
 from hdtensor.errors import DisagreementError, SwitchError
-from hdtensor.ops.bound import BoundSpec, normalized
+from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements import HDSpec, check_top_sizes
 from hdtensor.placements.checks import is_cut, shard_dim
+from hdtensor.placements.normal_form import normalized
 from hdtensor.placements.text import as_spec
 from hdtensor.tensor import HDTensor
 

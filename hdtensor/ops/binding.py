@@ -11,10 +11,7 @@ import torch
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
-from hdtensor._torch_compat import (
-    TensorMeta,
-    observe_conversion,
-)
+from hdtensor._torch_compat import TensorMeta, observe_conversion
 from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError
 from hdtensor.ops.bound import BoundSpec, SymbolicBound

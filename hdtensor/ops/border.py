@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from hdtensor._torch_compat import without_modes
 from hdtensor.collectives import groups
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec
@@ -77,6 +78,27 @@ class ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         # An expanded gradient would become the tensor's own, and nothing could be added to it.
         return wrap(grad.contiguous(), ctx.gradient), None
+
+
+def to_dtensor(tensor: Any, grad_top: Placement | None) -> DTensor | None:
+    """Return a tensor's block on this rank's subgroup; None on a rank outside. See ``HDTensor.to_dtensor``."""
+    if torch.compiler.is_compiling():
+        pending = grad_top.reduce_op if isinstance(grad_top, Partial) else None
+        return _to_dtensor_in_graph(tensor, pending)
+    if tensor._spec.index is None:
+        return None
+    return ToDTensor.apply(tensor, Replicate() if grad_top is None else grad_top)
+
+
+@torch.compiler.allow_in_graph
+def _to_dtensor_in_graph(tensor: Any, pending: str | None) -> DTensor | None:
+    """Return the block; compilers run it while they trace, and keep what it does to tensors."""
+    bound = tensor._spec
+    if bound.index is None:
+        return None
+    with without_modes():  # a mesh reads its ranks, which no program has to see
+        groups.mesh_of(bound.spec.subgroups[bound.index])
+    return ToDTensor.apply(tensor, Replicate() if pending is None else Partial(pending))
 
 
 class ToDTensor(torch.autograd.Function):

@@ -7,16 +7,14 @@ key compares by identity, and it answers the questions of deduction: the top tie
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import Shard
 
 from hdtensor._rank import current_rank
 from hdtensor._torch_compat import DTensorSpec, TensorMeta, abstract_mesh
-from hdtensor.errors import SpecError
+from hdtensor._torch_compilers import keep_first_names
 from hdtensor.placements import checks
 from hdtensor.placements.layout import (
     block_shape,
@@ -24,8 +22,8 @@ from hdtensor.placements.layout import (
     contiguous_stride,
     default_top_sizes,
     local_shape,
-    normalize_dim,
 )
+from hdtensor.placements.normal_form import normalized
 from hdtensor.placements.sizes import hints, same
 from hdtensor.placements.spec import HDSpec
 from hdtensor.placements.subgroup import Subgroup
@@ -105,6 +103,7 @@ class BoundSpec:
         try:
             found = cls._interned.get(key)
         except TypeError:  # sizes that a compiler has not fixed
+            keep_first_names()
             return SymbolicBound._build(*key)
         if found is None:
             if len(cls._interned) >= MAX_INTERNED:
@@ -165,7 +164,7 @@ class BoundSpec:
 
     def __reduce__(self) -> tuple[Any, ...]:
         parts = (self.spec, tuple(self.shape), self.stride, self.dtype, self.top_sizes)
-        return bound_from_parts, parts
+        return bound_from_parts, (*parts, self.is_copy) if self.is_copy else parts
 
     def __repr__(self) -> str:
         sizes = "" if self.top_sizes is None else f" top_sizes={self.top_sizes}"
@@ -353,42 +352,10 @@ def bound_from_parts(
     stride: Sequence[int],
     dtype: torch.dtype,
     top_sizes: tuple[int, ...] | None,
+    is_copy: bool = False,
 ) -> BoundSpec:
     """Return ``BoundSpec.of(...)``, by a name that pickles."""
-    return BoundSpec.of(spec, shape, stride, dtype, top_sizes)
-
-
-@functools.lru_cache(maxsize=4096)
-def normalized(spec: HDSpec, num_dims: int) -> HDSpec:
-    """Return the spec with non-negative bottom dims.
-
-    Raises:
-        SpecError: If it names a dim that a tensor of ``num_dims`` dims does not have.
-    """
-    top_dim = checks.shard_dim(spec.top)
-    if top_dim is not None and top_dim >= num_dims:
-        raise SpecError(
-            f"the top {checks.placement_text(spec.top)} of {spec} needs dim {top_dim}, but the "
-            f"tensor has {num_dims} dims."
-        )
-    changed = False
-    groups = []
-    for group in spec.subgroups:
-        placements = []
-        for placement in group.placements:
-            dim = normalize_dim(placement, num_dims)
-            if dim is not None and dim != placement.dim:  # type: ignore[attr-defined]
-                placement = _at_dim(placement, dim)
-                changed = True
-            placements.append(placement)
-        groups.append(group.with_placements(placements))
-    return spec.replace(subgroups=tuple(groups)) if changed else spec
-
-
-def _at_dim(placement: Any, dim: int) -> Any:
-    if checks.is_strided(placement):
-        return type(placement)(dim, split_factor=placement.split_factor)
-    return Shard(dim)
+    return BoundSpec.of(spec, shape, stride, dtype, top_sizes, is_copy)
 
 
 def kept_sizes(

@@ -22,7 +22,7 @@ from hdtensor.ops.propagate import (
 )
 from hdtensor.placements import checks
 from hdtensor.placements.layout import contiguous_stride
-from hdtensor.placements.sizes import exact_quotient
+from hdtensor.placements.sizes import exact_quotient, total
 from hdtensor.placements.spec import HDSpec
 from hdtensor.placements.subgroup import Subgroup
 
@@ -214,7 +214,7 @@ def check_single_row(call: Call) -> None:
         DeductionError: With the ``redistribute`` to insert.
     """
     for path, bound in call.specs.items():
-        if bound.top_sizes is None or sum(bound.top_sizes) != 1:
+        if bound.top_sizes is None or total(bound.top_sizes) != 1:
             continue
         dim = bound.spec.top.dim - len(bound.shape)  # type: ignore[attr-defined]
         if call.func in _SQUEEZES or call.func in _EXPANDS:
@@ -255,14 +255,14 @@ def reads_memory(call: Call) -> bool:
 def _sizes_like(first: BoundSpec, bound: BoundSpec) -> tuple[int, ...] | str:
     """Return extents for ``bound`` in the proportion of ``first``'s, for a message."""
     a, b = first.top_sizes or (), bound.top_sizes or ()
-    total, length = sum(a), sum(b)
-    if total and not any(size * length % total for size in a):
-        return tuple(size * length // total for size in a)
+    whole, length = total(a), total(b)
+    if whole and not any(size * length % whole for size in a):
+        return tuple(size * length // whole for size in a)
     return "..."
 
 
 def _proportional(a: Sequence[int], b: Sequence[int]) -> bool:
-    total_a, total_b = sum(a), sum(b)
+    total_a, total_b = total(a), total(b)
     return all(x * total_b == y * total_a for x, y in zip(a, b, strict=True))
 
 
@@ -330,7 +330,7 @@ def converted(call: Call, path: Path, top: Placement) -> BoundSpec:
 
 def _cut_alike(call: Call, length: int) -> BoundSpec | None:
     for bound in call.specs.values():
-        if bound.top_sizes is not None and sum(bound.top_sizes) == length:
+        if bound.top_sizes is not None and total(bound.top_sizes) == length:
             return bound
     return None
 
@@ -348,10 +348,10 @@ def out_top_sizes(call: Call, path: Path, top: Placement, shape: Sequence[int]) 
     """
     bound = call.specs[path]
     sizes = bound.top_sizes or ()
-    total, length = sum(sizes), shape[top.dim]  # type: ignore[attr-defined]
-    if total == length:
+    whole, length = total(sizes), shape[top.dim]  # type: ignore[attr-defined]
+    if whole == length:
         return sizes
-    scaled = [exact_quotient(size * length, total) if total else None for size in sizes]
+    scaled = [exact_quotient(size * length, whole) if whole else None for size in sizes]
     if None in scaled:
         raise DeductionError(
             f"{call.func}: a cut {sizes} of operand {call.name_of(path)!r} is no cut of the result's "

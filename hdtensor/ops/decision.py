@@ -21,6 +21,7 @@ from hdtensor.ops.propagate import (
     Placements,
 )
 from hdtensor.placements import checks
+from hdtensor.placements.sizes import same
 from hdtensor.placements.spec import HDSpec
 
 
@@ -66,6 +67,10 @@ def decide_reshape(call: Call, metas: Any) -> Decision:
     """
     bound = call.specs[(0,)]
     src, dst = tuple(bound.shape), tuple(metas.shape)
+    if len(src) == len(dst) and all(
+        map(same, src, dst)
+    ):  # nothing is regrouped, whatever the sizes
+        return _reshape(call, bound.spec, ({},) * bound.spec.num_subgroups, bound.top_sizes)
     if math.prod(src) == 0:  # every rank has all of nothing; DTensor's rule may loop for ever
         return replicated(call, metas)
     top, sizes = bound.spec.top, None
@@ -90,12 +95,21 @@ def decide_reshape(call: Call, metas: Any) -> Decision:
         inputs.append({(0,): wanted} if wanted != have else {})
         outs.append(group.with_placements(f if f is not None else Replicate() for f in followed))
     spec = HDSpec(outs, top, bound.spec.top_ratio if checks.is_cut(top) else None)
-    num = len(outs)
+    return _reshape(call, spec, tuple(inputs), sizes)
+
+
+def _reshape(
+    call: Call,
+    spec: HDSpec,
+    inputs: tuple[dict[Path, Placements], ...],
+    sizes: tuple[int, ...] | None,
+) -> Decision:
+    num = len(inputs)
     return Decision(
         (spec,),
         (0,) if sizes else None,
         {},
-        tuple(inputs),
+        inputs,
         (call.func,) * num,
         ({},) * num,
         sized=True,

@@ -16,7 +16,7 @@ import torch
 from hdtensor._torch_compat import decomposed, is_traced, new_wrapper, without_modes
 from hdtensor.collectives import observe
 from hdtensor.errors import DeductionError
-from hdtensor.ops import foreach, record, writes
+from hdtensor.ops import accumulation, foreach, record, writes
 from hdtensor.ops.generate import compiled
 from hdtensor.ops.inner import extents_of
 from hdtensor.ops.operand import make_call
@@ -278,8 +278,9 @@ def make_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run
     try:
         return _deduced(func, args, kwargs)
-    except DeductionError:
-        run = writes.make_instead_of_new_layout(func, args)
+    except DeductionError as refusal:
+        run = accumulation.make_sum(func, args, kwargs, refusal)
+        run = run or writes.make_instead_of_new_layout(func, args)
         if run is None:
             raise
         return run
@@ -312,10 +313,11 @@ def _refuse_unrunnable(func: Any) -> None:
             f"{func}: the result's shape depends on the data, which no rank holds whole. Run it on local "
             f"tensors (hdtensor.local_map) or on the whole tensor (t.full_tensor())."
         )
-    if torch.Tag.inplace_view in func.tags:
+    # As what t.data = other is traced from torch 2.14 on; before, as set_, which has the tag.
+    if torch.Tag.inplace_view in func.tags or func.name() == "aten::shallow_copy_data_":
         raise DeductionError(
-            f"{func}: changing a distributed tensor's shape in place is not possible. Use the "
-            f"out-of-place operator."
+            f"{func}: giving a distributed tensor another shape or memory in place is not possible. Use the "
+            f"out-of-place operator, or t.copy_(other)."
         )
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise DeductionError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hdtensor.triton_kernels.counter_random as counter_random
 from hdtensor._rank import current_rank
-from hdtensor._torch_compat import keep_effects_of_checkpoints, keep_in_order
+from hdtensor._torch_compilers import keep_effects_of_checkpoints, keep_in_order
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.placements.layout import OwnedBox, contiguous_stride, owned_boxes
 from hdtensor.placements.spec import HDSpec
@@ -138,12 +138,11 @@ def _like(like: Tensor, *_: Any) -> Tensor:
 # A key must be drawn as often, and in the order, that the program says: every rank's generator goes on alike.
 _library.define("draw_key(Tensor beside) -> Tensor")
 _library.impl("draw_key", lambda beside: torch.tensor(next_key()), "CompositeExplicitAutograd")
-torch.library.register_fake(
+keep_in_order(
     "hdtensor::draw_key",
+    _library,
     lambda beside: torch.empty((), dtype=torch.int64, device="cpu"),
-    lib=_library,
 )
-keep_in_order("hdtensor::draw_key", _library)
 
 _library.define(
     "counter_draw(Tensor like, Tensor key, str kind, SymInt[] start, SymInt[] strides, Scalar low, Scalar high) -> Tensor"

@@ -17,6 +17,7 @@ from hdtensor._torch_compat import TensorMeta
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.calls import Call
 from hdtensor.placements.layout import contiguous_stride
+from hdtensor.placements.sizes import total
 
 
 aten = torch.ops.aten
@@ -166,7 +167,7 @@ def _cat(call: Call) -> TensorMeta | None:
     if any(len(b.shape) != num_dims for b in bounds) or any(s != shapes[0] for s in shapes):
         return None
     shape = list(first.shape)
-    shape[dim] = sum(b.shape[dim] for b in bounds)
+    shape[dim] = total(b.shape[dim] for b in bounds)
     return _contiguous(shape, first.dtype)
 
 

@@ -10,11 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial
 
-from hdtensor._torch_compat import (
-    local_binding,
-    new_wrapper,
-    without_modes,
-)
+from hdtensor._torch_compat import local_binding, new_wrapper, without_modes
 from hdtensor.ops.binding import LAZY, Binding
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.calls import RESHAPES

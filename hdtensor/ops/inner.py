@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from hdtensor._torch_compat import is_marked_dynamic, mark_dynamic, without_modes
+from hdtensor._torch_compat import without_modes
+from hdtensor._torch_compilers import is_marked_dynamic, mark_dynamic
 from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec, Layout, OwnSizes, SymbolicBound, rebound
 from hdtensor.ops.registry import wrap
 from hdtensor.placements import checks
 from hdtensor.placements.layout import default_top_sizes
-from hdtensor.placements.sizes import is_symbolic
+from hdtensor.placements.sizes import extent, is_symbolic, total
 
 
 _ONE, _TWO = ["_local_tensor"], ["_extents", "_local_tensor"]
@@ -94,6 +95,21 @@ def extents_of(tensor: Any) -> torch.Tensor:
     return found
 
 
+def refuse_limits(tensor: Any, dim: int) -> None:
+    """Refuse limits of the length of a dim that a tier cuts.
+
+    Raises:
+        SpecError: If one does; it says what to do.
+    """
+    spec = tensor._spec.spec
+    tiers = (spec.top, *(p for g in spec.subgroups for p in g.placements))
+    if dim % tensor.ndim in map(checks.shard_dim, tiers):
+        raise SpecError(
+            f"mark_dynamic(t, {dim}, min=..., max=...): {spec} cuts dim {dim}, and torch would have to show that one program "
+            f"fits all lengths between, but how they divide decides. Leave out min and max: mark_dynamic(t, {dim})."
+        )
+
+
 def make_extents(local: torch.Tensor, bound: BoundSpec) -> torch.Tensor:
     """Return a tensor without elements that has the top extents at the end of its shape.
 
@@ -159,7 +175,7 @@ def _open_sizes(
             return whole
         sizes[index] = local.shape[dim]
     rest = 1 if index == 0 else 0
-    sizes[rest] = shape[dim] - sum(size for i, size in enumerate(sizes) if i != rest)
+    sizes[rest] = extent(total(sizes[:rest] + sizes[rest + 1 :]), shape[dim])
     return OwnSizes.of(sizes, known.spec) if given is None else tuple(sizes)
 
 

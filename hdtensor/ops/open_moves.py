@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hdtensor._rank import current_rank
-from hdtensor._torch_compat import keep_effects_of_checkpoints, keep_in_order
+from hdtensor._torch_compilers import keep_effects_of_checkpoints, keep_in_order
 from hdtensor.collectives import groups, observe
 from hdtensor.placements.layout import local_shape
 from hdtensor.placements.spec import HDSpec
@@ -69,15 +69,14 @@ _library.define(
     "SymInt[] local_shape, bool reverse, bool everywhere) -> Tensor"
 )
 _library.impl("move_local", _run, "CompositeExplicitAutograd")
-torch.library.register_fake(
+# A rank that only gives uses no result; without its call the others would wait for ever.
+keep_in_order(
     "hdtensor::move_local",
+    _library,
     lambda local, src, dst, shape, src_sizes, dst_sizes, local_shape, *how: local.new_empty(
         local_shape
     ),
-    lib=_library,
 )
-# A rank that only gives uses no result; without its call the others would wait for ever.
-keep_in_order("hdtensor::move_local", _library)
 
 
 def move_between(local: torch.Tensor, src: Any, dst: Any, *, reverse: bool) -> torch.Tensor:

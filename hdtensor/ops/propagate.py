@@ -13,13 +13,7 @@ import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from hdtensor._torch_compat import (
-    DTensorSpec,
-    FakeTensorMode,
-    OpSchema,
-    Propagator,
-    TensorMeta,
-)
+from hdtensor._torch_compat import DTensorSpec, FakeTensorMode, OpSchema, Propagator, TensorMeta
 from hdtensor.errors import DeductionError
 
 

@@ -62,5 +62,7 @@ def rebuild(
             f"this shard of {bound} was saved by rank {rank} and is not what rank {bound.rank} holds. "
             f"Load the file of this rank."
         )
+    if bound.is_copy:  # what it was a view of is not there any more
+        bound = bound.with_spec(bound.spec, bound.top_sizes)
     tensor: Any = new_wrapper(tensor_type(), local, bound, requires_grad and not is_parameter)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor

@@ -38,7 +38,8 @@ class CutDim(NamedTuple):
 def starts(dim: int, src: Sequence[int], dst: Sequence[int]) -> list[CutDim]:
     """Return the dims of a view of shape ``dst`` that start where dim ``dim`` of ``src`` does, outermost first.
 
-    There are several where dims of size 1 stand before the next longer one.
+    There are several where dims of size 1 stand before the next longer one. If the dim itself is among them, as it was, it
+    comes first: where a cut goes depends on no extents then.
     """
     before, inner = math.prod(src[:dim]), math.prod(src[dim + 1 :])
     passed, found = 1, []
@@ -46,7 +47,7 @@ def starts(dim: int, src: Sequence[int], dst: Sequence[int]) -> list[CutDim]:
         if same(passed, before):
             found.append(CutDim(k, inner, math.prod(dst[k + 1 :])))
         passed *= size
-    return found
+    return sorted(found, key=lambda cut: cut.dim != dim or not _is_kept(cut, dim, src, dst))
 
 
 def follow(dim: int, src: Sequence[int], dst: Sequence[int]) -> CutDim | None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from hdtensor.errors import SpecError
 from hdtensor.placements import checks
 from hdtensor.placements.box import Box
-from hdtensor.placements.sizes import exact_quotient, is_open, is_symbolic
+from hdtensor.placements.sizes import exact_quotient, extent, is_open, is_symbolic, total
 from hdtensor.placements.spec import HDSpec
 from hdtensor.placements.subgroup import Subgroup
 
@@ -53,6 +53,8 @@ def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
     >>> chunk_sizes(5, 4)
     (2, 2, 1, 0)
     """
+    if num_chunks == 1:
+        return (length,)
     size = (length + num_chunks - 1) // num_chunks
     if num_chunks == 2:  # nothing to compare: an open length stays open
         return size, length - size
@@ -69,9 +71,10 @@ def ratio_sizes(length: int, ratio: Sequence[int]) -> tuple[int, ...]:
     >>> ratio_sizes(7, (1, 0, 1))
     (3, 0, 4)
     """
-    total = sum(ratio)
-    bounds = [length * part // total for part in itertools.accumulate(ratio, initial=0)]
-    return tuple(b - a for a, b in itertools.pairwise(bounds))
+    whole = sum(ratio)
+    parts = list(itertools.accumulate(ratio))
+    bounds = [0, *(length if part == whole else length * part // whole for part in parts)]
+    return tuple(extent(a, b) for a, b in itertools.pairwise(bounds))
 
 
 def default_top_sizes(spec: HDSpec, shape: Sequence[int]) -> tuple[int, ...] | None:
@@ -125,7 +128,7 @@ def check_top_sizes(
     _check_dim(dim, shape, spec)
     length, pieces = shape[dim], num_pieces(spec.top)
     is_negative = any(size < 0 for size in sizes)
-    if len(sizes) != spec.num_subgroups or is_negative or sum(sizes) != length:
+    if len(sizes) != spec.num_subgroups or is_negative or total(sizes) != length:
         raise SpecError(
             f"top_sizes must be {spec.num_subgroups} extents >= 0 that add up to {length} "
             f"(dim {dim} of shape {tuple(shape)}), got {sizes} (sum {sum(sizes)})."
@@ -152,8 +155,11 @@ def block_segments(
     if pieces > 1 and is_open(shape[dim]):  # only its extent is known
         segments[dim] = (Segment(0, top_sizes[index]),)
         return tuple(segments)
-    length = shape[dim] // pieces
-    first, size = sum(top_sizes[:index]) // pieces, top_sizes[index] // pieces
+    first, size = total(top_sizes[:index]), top_sizes[index]
+    if pieces == 1:
+        segments[dim] = (Segment(first, total((first, size))),)
+        return tuple(segments)
+    length, first, size = shape[dim] // pieces, first // pieces, size // pieces
     segments[dim] = tuple(
         Segment(piece * length + first, piece * length + first + size) for piece in range(pieces)
     )
@@ -294,7 +300,7 @@ def _local_shape(
     group = spec.subgroups[index]
     block = block_segments(spec, shape, index, top_sizes)
     segments = subgroup_segments(group, group.coordinate(rank), block)
-    return tuple(sum(run.stop - run.start for run in runs) for runs in segments)
+    return tuple(total(extent(*run) for run in runs) for runs in segments)
 
 
 _known_local_shape = functools.lru_cache(maxsize=65536)(_local_shape)
@@ -325,16 +331,16 @@ def _take(
     segments: tuple[Segment, ...], num_chunks: int, position: int, pieces: int
 ) -> tuple[Segment, ...]:
     """Cut the indices of ``segments`` into ``pieces``, each into chunks; keep chunk ``position``."""
-    length = sum(run.stop - run.start for run in segments)
+    length = total(extent(*run) for run in segments)
     if pieces > 1 and is_open(length):  # a view of open sizes made the pieces, and cut them evenly
         return (Segment(0, length // num_chunks),)
     taken: list[Segment] = []
     start = 0
     for piece in chunk_sizes(length, pieces):
         sizes = chunk_sizes(piece, num_chunks)
-        first = start + sum(sizes[:position])
-        taken += _cut(segments, first, first + sizes[position])
-        start += piece
+        first = total((start, *sizes[:position]))
+        taken += _cut(segments, first, total((first, sizes[position])))
+        start = total((start, piece))
     return tuple(taken)
 
 
@@ -342,11 +348,11 @@ def _cut(segments: tuple[Segment, ...], first: int, last: int) -> list[Segment]:
     """Return the runs that hold positions ``[first, last)`` of the joined segments."""
     runs, passed = [], 0
     for run in segments:
-        length = run.stop - run.start
-        a, b = max(first - passed, 0), min(last - passed, length)
+        length = extent(*run)
+        a, b = max(extent(passed, first), 0), min(extent(passed, last), length)
         if a < b:
-            runs.append(Segment(run.start + a, run.start + b))
-        passed += length
+            runs.append(Segment(total((run.start, a)), total((run.start, b))))
+        passed = total((passed, length))
     return runs
 
 

@@ -6,6 +6,8 @@ only for sizes that answer alike. So code that decides by sizes asks as little a
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -65,11 +67,36 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def total(sizes: Iterable[Any]) -> Any:
+    """Return the sum of sizes. Unlike ``sum`` it adds no zero.
+
+    Tracers note of what each symbol was made, and what ``0 + n`` gives is named as ``n`` is: where they do not know an ``n``
+    by another name, they look for it in itself without end. So what open sizes go through leaves operations out that
+    change nothing.
+
+    >>> total([2, 0, 3]), total([])
+    (5, 0)
+    """
+    parts = [size for size in sizes if is_open(size) or size]
+    return functools.reduce(operator.add, parts) if parts else 0
+
+
+def extent(start: Any, stop: Any) -> Any:
+    """Return how many indices there are from ``start`` to ``stop``; as ``total``, without an operation if it can.
+
+    >>> extent(0, 3), extent(1, 3)
+    (3, 2)
+    """
+    return stop - start if is_open(start) or start else stop
+
+
 def exact_quotient(a: Any, b: Any) -> Any:
     """Return ``a / b``, None if that is no whole number.
 
     >>> exact_quotient(12, 4), exact_quotient(7, 2)
     (3, None)
     """
+    if not is_open(b) and b == 1:
+        return a
     quotient = a // b
     return quotient if quotient * b == a else None

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from hdtensor._torch_compat import register_value_type
+from hdtensor._torch_compilers import register_value_type
 from hdtensor.errors import SpecError
 from hdtensor.placements import checks
 from hdtensor.placements.subgroup import Subgroup

@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from hdtensor._torch_compat import register_value_type
+from hdtensor._torch_compilers import register_value_type
 from hdtensor.errors import SpecError
 from hdtensor.placements import checks
 

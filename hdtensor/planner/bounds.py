@@ -12,7 +12,7 @@ with tail the synchronization and optimizer of the first stage. With s the slowe
     T  >=  2 A + (M - 1 - S) a + (a - a_1) + tail of the first stage
 
 It does not depend on the order of the stages between. So the most that devices do in a time is a maximum over sets of kinds, not
-over lanes (``lane_bounds``); a knapsack joins sets. T is a bound if the batch does not come out. docs/planner.md has the proof.
+over lanes (``lane_bounds``); a knapsack joins sets. T is a bound if the batch does not come out. docs/planner_bound.md has the proof.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from hdtensor.planner.cluster_text import MAX_RANKS
 from hdtensor.planner.costs import CostModel
 from hdtensor.planner.emit import Planned, read_planned
 from hdtensor.planner.planning import make_costs
+from hdtensor.planner.profiled import ProfiledCosts
 from hdtensor.planner.profiles import Profile
 from hdtensor.planner.quantities import planner_errors
 from hdtensor.planner.space import SearchOptions
@@ -204,6 +205,42 @@ def costs_of(planned: Planned, options: argparse.Namespace) -> CostModel:
     """Return the costs by the profiles that the options give."""
     profiles = [Profile.load(path) for path in options.profile]
     return make_costs(planned.model, planned.workload, planned.cluster, profiles)
+
+
+def unmeasured(planned: Planned, costs: CostModel) -> str | None:
+    """Return what of a plan and its cluster no profile measured, None if nothing or if there are no profiles.
+
+    Args:
+        planned: The plan.
+        costs: By which its seconds are.
+    """
+    if not isinstance(costs, ProfiledCosts):
+        return None
+    kinds = [device.name for device in planned.cluster.devices()]
+    words = [
+        f"{name} (no profile; its seconds are its datasheet's)"
+        for name in dict.fromkeys(kinds)
+        if name not in costs.profiles
+    ]
+    for lane in planned.strategy.lanes:
+        for stage in lane.stages:
+            profile = costs.profiles.get(kinds[stage.ranks[0]])
+            if profile is not None:
+                tokens = lane.mbs * planned.workload.context // stage.cp
+                words += _not_in(profile, stage.tp, tokens)
+    words = list(dict.fromkeys(words))
+    more = f", and {len(words) - 3} more" if len(words) > 3 else ""
+    return f"not measured: {', '.join(words[:3])}{more}" if words else None
+
+
+def _not_in(profile: Profile, tp: int, tokens: int) -> list[str]:
+    sizes = [each.mbs * each.context for each in profile.units if each.tp == tp]
+    if not sizes:
+        return [f"{profile.device} at tp {tp}"]
+    if tokens > max(sizes):
+        what = f"{profile.device} at tp {tp} with micro-batches of {tokens:,} tokens"
+        return [f"{what} (up to {max(sizes):,} were)"]
+    return []
 
 
 def check_outputs(options: argparse.Namespace) -> None:

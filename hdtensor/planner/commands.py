@@ -29,6 +29,7 @@ from hdtensor.planner.command_inputs import (
     print_json,
     search_options,
     seconds,
+    unmeasured,
     warn,
     workload_of,
 )
@@ -42,6 +43,7 @@ from hdtensor.planner.profile_transfers import TransferPoint
 from hdtensor.planner.profile_units import UnitPoint
 from hdtensor.planner.profile_world import launched_world
 from hdtensor.planner.progress import Interrupt, ProgressBar
+from hdtensor.planner.renumber import renumber
 from hdtensor.planner.replan_command import (
     Replanned,
     add_replan,
@@ -106,6 +108,9 @@ def _plan(options: argparse.Namespace) -> int:
                 found = replan_of(options, should_stop)
         planned, result, costs, lost, facts = found
         summary = explained(planned, result, costs).summary
+        if options.renumber:
+            planned, lost = renumber(planned, lost), ()
+            summary = predict(planned, costs, dict(summary.why))
         predicted = {"step_seconds": summary.prediction.seconds, **summary.why}
         label = f"{planned.model.name}, {planned.workload.batch} samples"
         plan = emit(planned, label=label, predicted=predicted, lost=lost)
@@ -113,8 +118,10 @@ def _plan(options: argparse.Namespace) -> int:
             plan.save(options.output)
     uniform = None
     if options.uniform and result.uniform is not None:
-        uniform = predict(planned._replace(strategy=result.uniform.strategy), costs)
+        uniform = predict(found.planned._replace(strategy=result.uniform.strategy), costs)
     _write_outputs(summary, options)
+    warn(context_warning(planned), options)
+    warn(unmeasured(planned, costs), options)
     if options.json:
         more = {} if uniform is None else {"uniform": uniform.to_dict()}
         more |= {"replan": dict(facts)} if facts else {}
@@ -133,7 +140,6 @@ def _plan(options: argparse.Namespace) -> int:
             sys.stdout.write(f"\nbest uniform plan: {text}\n")
         if facts:
             sys.stdout.write(f"\n{replan_text(facts)}\n")
-    warn(context_warning(planned), options)
     if interrupt.is_set():
         sys.stderr.write("hdtensor plan: interrupted; this is the best plan so far\n")
         return INTERRUPTED
@@ -213,6 +219,7 @@ def summary_of(options: argparse.Namespace) -> Summary:
     summary = predict(planned, costs)
     warn(conflict, options)
     warn(context_warning(planned), options)
+    warn(unmeasured(planned, costs), options)
     said = purpose.get("predicted", {})
     # What was said holds for what was planned: not for another cluster, other costs or an edited file.
     if not isinstance(said, dict) or said.get("step_seconds") != summary.prediction.seconds:
@@ -262,6 +269,11 @@ def add_profile(commands: Commands) -> None:
         "--precision", default=default.precision, metavar="NAME", help=", ".join(PRECISIONS)
     )
     parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="what your cluster's description calls these devices; default their usual name",
+    )
+    parser.add_argument(
         "--seconds",
         type=seconds,
         default=default.max_seconds,
@@ -279,6 +291,7 @@ def _profile(options: argparse.Namespace) -> int:
         **{name: getattr(options, name) for name in names},
         precision=options.precision,
         max_seconds=options.seconds,
+        device=options.device,
     )
     model = find_model(options.model)
     with launched_world() as rank, ProgressBar("measuring", is_quiet=rank > 0) as bar:

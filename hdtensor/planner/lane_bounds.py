@@ -1,6 +1,6 @@
 """``LaneLimits``: the most micro-batches that lanes of each set of kinds do in a time, whatever their order and layers.
 
-The formulas are proven in docs/planner.md. Each says that a lane's time is at least a sum of costs of its layers, so many
+The formulas are proven in docs/planner_bound.md. Each says that a lane's time is at least a sum of costs of its layers, so many
 times its slowest stage's a, and a rest. For a given a the least sum is found by filling stages, the cheapest layers first. The
 sum falls and is convex in a, so the most micro-batches come out at one of its corners.
 """

@@ -63,7 +63,8 @@ def make_costs(
             raise PlannerError(f"profile: two are of {profile.device}; give one for each kind.")
         if profile.device not in kinds:
             raise PlannerError(
-                f"profile: it is of {profile.device}, but the cluster has {', '.join(kinds)}."
+                f"profile: it is of {profile.device}, but the cluster has {', '.join(kinds)}. Devices of a name of your own "
+                f"are measured by `hdtensor profile --device NAME`."
             )
         by_device[profile.device] = profile
     return ProfiledCosts(roofline=roofline, profiles=by_device)

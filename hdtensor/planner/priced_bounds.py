@@ -3,7 +3,7 @@
 Whatever devices and lanes are worth, lanes do no more samples than all devices are worth, and what the lane that gains most gains
 beyond that. The linear relaxation has the best of these prices. Sets of kinds count in it with a quick limit first; only those that
 the prices choose get the dear limits of ``lane_classes``, until the batch does not come out, or has come out of dear limits alone.
-docs/planner.md has the proof.
+docs/planner_bound.md has the proof.
 """
 
 from __future__ import annotations

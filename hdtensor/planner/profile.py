@@ -59,6 +59,7 @@ class ProfileOptions:
         num_ranks: Numbers of ranks of collectives; empty for no transfers.
         sizes: Bytes of transfers.
         max_seconds: When to stop. What is then missing is measured by the next run with the same file.
+        device: What the cluster calls the devices at hand; default the library's name of them.
     """
 
     tps: tuple[int, ...] = (1, 2, 4, 8)
@@ -68,6 +69,7 @@ class ProfileOptions:
     num_ranks: tuple[int, ...] = (2,)
     sizes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
     max_seconds: float = 180.0
+    device: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", find_precision(self.precision))
@@ -233,8 +235,8 @@ def _begun(
     device: torch.device,
 ) -> Profile:
     """Return what the file has so far, or a profile without measurements."""
-    name = "CPU"
-    if device.type == "cuda":
+    name = options.device or "CPU"
+    if options.device is None and device.type == "cuda":
         name = recognize_device(torch.cuda.get_device_name(device)).name
     fresh = Profile(
         device=name, model=model, precision=options.precision, machine=dict(_machine(device))

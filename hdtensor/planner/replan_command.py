@@ -59,6 +59,11 @@ def add_replan(group: argparse._ArgumentGroup) -> None:
         "--without", type=ranks, default=(), metavar="N,N", help="ranks that are lost"
     )
     group.add_argument(
+        "--renumber",
+        action="store_true",
+        help="number the ranks that are left from 0, for a restart with as many processes, from a checkpoint",
+    )
+    group.add_argument(
         "--back", type=ranks, default=(), metavar="N,N", help="ranks that the file lost and that are back"
     )  # fmt: skip
 

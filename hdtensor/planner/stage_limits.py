@@ -1,7 +1,7 @@
 """``StageLimits``: whether the stages of a lane can hold all layers, when each of them has to end in time.
 
 ``lane_bounds`` looks at a lane's slowest stage. Here each stage has a limit of its own, by where it may stand in the lane and by its
-own synchronization and optimizer; a lane whose stages are unlike gains least from that. The formulas are proven in docs/planner.md.
+own synchronization and optimizer; a lane whose stages are unlike gains least from that. The formulas are proven in docs/planner_bound.md.
 """
 
 from __future__ import annotations

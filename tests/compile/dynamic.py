@@ -82,6 +82,7 @@ def check(
     mark: bool = True,
     dynamic: bool | None = None,
     sizes: Sequence[tuple[int, int]] = SIZES,
+    limits: dict[str, int] | None = None,
 ) -> list[int]:
     """Compare every step with eager; return how many graphs there were after each.
 
@@ -91,6 +92,7 @@ def check(
         mark: Whether to mark the dims that change.
         dynamic: ``torch.compile``'s.
         sizes: (batch, sequence) of each step.
+        limits: ``min`` and ``max`` of the marked dims.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -100,7 +102,7 @@ def check(
         eager = step(program.run, program.make(*size))
         operands = program.make(*size)
         for operand, dim in program.dims if mark else ():
-            torch._dynamo.mark_dynamic(operands[operand], dim)
+            torch._dynamo.mark_dynamic(operands[operand], dim, **(limits or {}))
         got = step(compiled, operands)
         assert got.specs == eager.specs, (size, got.specs, eager.specs)
         for a, b in zip(got.values, eager.values, strict=True):

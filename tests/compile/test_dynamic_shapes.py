@@ -8,8 +8,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hdtensor import HDSpec
 from hdtensor._rank import as_rank
+from hdtensor._torch_compat import abstract_mesh
+from hdtensor.errors import SpecError
 from hdtensor.ops.bound import BoundSpec, Layout, SymbolicBound, is_like, rebound
-from tests.compile.dynamic import BATCH, PROGRAMS, Program, check, tensor
+from tests.compile.dynamic import BATCH, PROGRAMS, Program, check, step, tensor
 from tests.support.world import run_world
 
 
@@ -44,6 +46,67 @@ def test_sizes_become_symbols_when_they_change_first():
     assert graphs == [[1, 2, 2, 2]] * 4
 
 
+def _sums(x, y, z):
+    """Use operators whose backward knows sizes by other names than their forward."""
+    moved = x.cumsum(-1).redistribute("R / 0,1,2,3:S0")
+    return (
+        moved,
+        y.cumsum(-1).redistribute("S1[1:2] / 0,3:R 2:R").cumsum(0),
+        z.repeat(2, 1, 1),
+    )
+
+
+def _check_sums(rank: int) -> list[int]:
+    program = Program(
+        _sums,
+        lambda b, s: [
+            tensor(b, s, spec="R / 1,0:S0 3:R"),
+            tensor(b, s, spec=BATCH),
+            tensor(b, s, 4, spec="S1[2:1] / 0,1:R 2:S2"),
+        ],
+    )
+    return check(program, mark=False, dynamic=True, sizes=((13, 6), (21, 10)))
+
+
+@pytest.mark.dist(4)
+def test_sizes_that_nothing_was_done_to_keep_their_names():
+    graphs = run_world(_check_sums, 4)
+    assert max(counts[-1] for counts in graphs) <= 2
+
+
+def _chunks(x):
+    first, second = x.chunk(2, 1)
+    return first.pow(2), second * 2, x.chunk(2, -1)[1]
+
+
+def _check_chunks(rank: int) -> list[int]:
+    program = Program(_chunks, lambda b, s: [tensor(b, s, 8, spec=BATCH)])
+    return check(program, mark=False, dynamic=True, sizes=((13, 6), (21, 10), (9, 7)))
+
+
+@pytest.mark.dist(4)
+def test_chunks_of_open_lengths():
+    graphs = run_world(_check_chunks, 4)
+    assert max(counts[-1] for counts in graphs) <= 2
+
+
+def _check_first_of_all(rank: int) -> None:
+    """Compile before anything ran, so that the compiler meets each mesh first."""
+    mlp = PROGRAMS["mlp"]
+    operands = mlp.make(13, 6)
+    abstract_mesh.cache_clear()
+    torch._dynamo.reset()
+    compiled = torch.compile(mlp.run, fullgraph=True, backend="aot_eager", dynamic=True)
+    seen, eager = step(compiled, operands), step(mlp.run, mlp.make(13, 6))
+    for a, b in zip(seen.values, eager.values, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.dist(4)
+def test_open_sizes_compile_where_nothing_ran_before():
+    run_world(_check_first_of_all, 4)
+
+
 def _explicit(rank: int, options: dict) -> list[int]:
     extents = {13: (10, 3), 9: (4, 5), 17: (9, 8), 16: (14, 2)}
 
@@ -62,6 +125,21 @@ def _explicit(rank: int, options: dict) -> list[int]:
 def test_extents_of_a_users_choice_are_sizes_too():
     assert run_world(_explicit, 4, {}) == [[1] * 4] * 4
     assert run_world(_explicit, 4, {"mark": False}) == [[1, 2, 2, 2]] * 4
+
+
+def _limited(rank: int) -> list[int]:
+    mlp = PROGRAMS["mlp"]
+    sizes = ((13, 9), (13, 10), (13, 12))
+    for dim in (0, -3):
+        with pytest.raises(SpecError, match=r"cuts dim .*Leave out min and max"):
+            torch._dynamo.mark_dynamic(mlp.make(13, 9)[0], dim, min=9, max=17)
+    program = Program(mlp.run, mlp.make, ((0, 1),))
+    return check(program, sizes=sizes, limits={"min": 8, "max": 16})
+
+
+@pytest.mark.dist(4)
+def test_limits_of_lengths_that_no_tier_cuts():
+    assert run_world(_limited, 4) == [[1] * 3] * 4
 
 
 @pytest.mark.dist(4)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._functorch import config as functorch_config
 
 import hdtensor as hd
 from tests.support.world import run_world
@@ -91,3 +92,49 @@ def _triangle(rank):
 @pytest.mark.dist(4)
 def test_triangles_of_other_sizes():
     run_world(_triangle, 4)
+
+
+def _other_memory(rank):
+    torch._dynamo.reset()
+
+    def assign(x, y):
+        y.data = x * 2
+        return y + 1
+
+    refused = r"another shape or memory in place is not possible\. Use .* t\.copy_\(other\)"
+    with pytest.raises(RuntimeError, match=refused):
+        torch.compile(assign, fullgraph=True, backend="aot_eager")(_cut(0), _cut(1))
+    with pytest.raises(hd.DeductionError, match=refused):
+        _cut(1).set_(_cut(0))
+
+
+@pytest.mark.dist(4)
+def test_other_memory_is_refused():
+    run_world(_other_memory, 4)
+
+
+def _written(x, y):
+    x.detach().mul_(2.0)
+    return (y * y).sum()
+
+
+def _check_written(rank):
+    torch._dynamo.reset()
+    x, y = (
+        hd.distribute_tensor(torch.ones(6, 4), "S0[2:1] / 0,1:S1 2,3:R").requires_grad_()
+        for _ in range(2)
+    )
+    # torch guesses that such an input's gradient is plain zeros; this setting has it guess the input's own kind.
+    setting = "disable_guess_zero_tangent_for_mutated_input_subclass"
+    with functorch_config.patch({setting: True}):
+        torch.compile(_written, fullgraph=True, backend="aot_eager")(x, y).backward()
+    assert isinstance(x.grad, hd.HDTensor)
+    assert x.grad.spec is x.spec
+    assert not x.grad.full_tensor().any()
+    torch.testing.assert_close(x.detach().full_tensor(), torch.full((6, 4), 2.0))
+    torch.testing.assert_close(y.grad.full_tensor(), torch.full((6, 4), 2.0))
+
+
+@pytest.mark.dist(4)
+def test_a_gradient_of_what_is_only_written_is_as_the_tensor():
+    run_world(_check_written, 4)

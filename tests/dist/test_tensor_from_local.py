@@ -152,3 +152,22 @@ def _check_meshes(rank):
 @pytest.mark.dist(WORLD_SIZE)
 def test_a_users_mesh_comes_back():
     run_world(_check_meshes, WORLD_SIZE)
+
+
+def _check_gradients_through_shards(rank):
+    """Compute on shards, and bring the result to other ranks: those outside have a gradient, too."""
+
+    def program(x):
+        y = HDTensor.from_local(x.to_local() * 2, x.spec, shape=x.shape, check=False)
+        return y.redistribute("R / 3:R 0:R").pow(2).sum()
+
+    for run in (program, torch.compile(program, fullgraph=True, backend="aot_eager")):
+        x = distribute_tensor(X, SPEC).detach().requires_grad_()
+        run(x).backward()
+        assert x.grad is not None, rank
+        assert torch.equal(x.grad.full_tensor(), 8 * X)
+
+
+@pytest.mark.dist(WORLD_SIZE)
+def test_gradients_go_through_shards_on_every_rank():
+    run_world(_check_gradients_through_shards, WORLD_SIZE)

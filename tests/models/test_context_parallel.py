@@ -182,6 +182,19 @@ def test_any_module_that_calls_scaled_dot_product_attention(keys):
     run_world(_refuse_own, 4, zigzag)
 
 
+def _refuse_window(rank, plan):
+    model = hd.parallelize(build("llama"), plan)
+    model.config.sliding_window = 12
+    hd.distribute_batch(model, batch(0, size=2, length=11, masked=True))
+    with pytest.raises(hd.PlanError, match="a window of 12 positions"):
+        hd.distribute_batch(model, batch(0, size=2, length=12, masked=True))
+
+
+@pytest.mark.dist(4)
+def test_no_mask_takes_the_place_of_a_window():
+    run_world(_refuse_window, 4, plan(*SPLIT, **SEQUENCE | ZIGZAG))
+
+
 def _refuse_own(rank, plan):
     model = hd.parallelize(Block().double(), plan)
     with pytest.raises(hd.PlanError, match="must take position_ids; Block"):

@@ -142,6 +142,8 @@ def batches_of_matrices(place):
         outs += [torch.linalg.inv(x), torch.linalg.cholesky(symmetric), torch.linalg.det(x)]
         outs += [torch.linalg.svdvals(x), torch.linalg.eigvalsh(symmetric), torch.linalg.qr(x).R]
         outs += [torch.linalg.solve(x, symmetric), torch.linalg.matrix_exp(x / 9)]
+        if hasattr(torch.linalg, "polar"):  # from torch 2.14 on
+            outs += [*torch.linalg.polar(x), torch.linalg.matrix_sqrth(symmetric)]
         outs += [x.diagonal(dim1=2, dim2=1), torch.diag_embed(x, 1, 0, -1), x.diagonal(1, -2, -1)]
     return outs
 

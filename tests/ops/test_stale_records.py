@@ -132,3 +132,17 @@ def test_the_gradient_of_a_pending_maximum_asks_for_nan():
         x = distribute_tensor(FLOATS, "R / 0,1:P 2:R", src_data_rank=None).requires_grad_()
         x.max().backward()
         assert x.grad.shape == FLOATS.shape
+
+
+def test_a_longer_tensor_has_more_pieces():
+    with as_rank(0):
+        for length in (8, 12, 5, 9, 7):
+            whole = torch.arange(6.0 * length).view(6, length)
+            x = distribute_tensor(whole, "S0 / 0,1:R 2:R", src_data_rank=None)
+            for found, expected in (
+                (x.unbind(1), whole[:3].unbind(1)),
+                (x.split(2, 1), whole[:3].split(2, 1)),
+                (x.split([2, length - 2], 1), whole[:3].split([2, length - 2], 1)),
+            ):
+                for piece, one in zip(found, expected, strict=True):
+                    assert torch.equal(piece.to_local(), one)

@@ -58,6 +58,34 @@ def plan(tmp_path, capsys):
     return path
 
 
+def test_what_no_profile_measured_is_told(tmp_path, capsys):
+    model, cluster, profile = (str(tmp_path / n) for n in ("config.json", "cluster.yaml", "p.json"))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "cluster.yaml").write_text(
+        "devices:\n  fast: {like: CPU}\n  slow: {like: CPU, speed: 0.4}\nnodes: [2x fast, 3x slow]\n"
+    )
+    size = ["--context", "16", "--precision", "float32"]
+    measure = ["profile", "--model", model, "-o", profile, "--mbs", "1", "--ranks", "1", *size]
+    assert run(capsys, *measure, "--tp", "1", "--device", "fast")[0] == 0
+    assert Profile.load(profile).device == "fast"
+    plan = ["plan", "--model", model, "--cluster", cluster, "--batch", "16", *size]
+    assert run(capsys, *plan)[2] == ""  # all of it by datasheets, as was asked for
+    given = [*plan, "--profile", profile, "--mbs", "2", "--tp", "1"]
+    code, _, err = run(capsys, *given)
+    assert code == 0
+    assert err == (
+        "hdtensor plan: warning: not measured: slow (no profile; its seconds are its datasheet's), "
+        "fast at tp 1 with micro-batches of 32 tokens (up to 16 were)\n"
+    )
+    code, _, err = run(capsys, *measure, "--tp", "1", "--device", "slow")
+    assert code == 2
+    assert "is of fast, not of slow" in err
+    (tmp_path / "cluster.yaml").write_text("4x CPU\n")
+    code, _, err = run(capsys, *given)
+    assert code == 2
+    assert "measured by `hdtensor profile --device NAME`" in err
+
+
 def test_a_tight_bound_is_told(capsys):
     usual = json.loads(run(capsys, "plan", *SMALL, "--json")[1])
     code, out, err = run(capsys, "plan", *SMALL, "--json", "--tight-bound")

@@ -1,6 +1,7 @@
 """Optimizers that take norms and products of whole matrices, or read values, equal one device, by torch's own calls."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -37,6 +38,9 @@ SEARCHES = [
     {"lr": 0.1, "max_iter": 4},
     {"lr": 0.5, "max_iter": 6, "line_search_fn": "strong_wolfe"},
     {"lr": 0.1, "max_iter": 5, "history_size": 2},
+    # New in torch 2.14.
+    *[{"lr": 0.01, "max_iter": 4, "maximize": True}]
+    * ("maximize" in inspect.signature(optim.LBFGS).parameters),
 ]
 
 

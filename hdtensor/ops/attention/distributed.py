@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hdtensor._rank import is_played
 from hdtensor._torch_compat import observe_conversion
-from hdtensor.collectives import groups, observe
+from hdtensor.collectives import groups, observe, operators
 from hdtensor.ops.attention.kernels import attend, attend_backward
 from hdtensor.ops.attention.layout import (
     SEQUENCE,
@@ -148,7 +148,11 @@ def _layout(q: Any, k: Any, v: Any, how: How) -> AttentionLayout:
     layout = attention_layout(q._spec, k._spec, v._spec, how.is_ring)
     assert layout is not None, "callers have asked before"
     if how.is_ring and not is_played():
-        groups.ensure_channels()
+        local = q._local_tensor
+        if type(local) is torch.Tensor:
+            groups.ensure_channels()
+        else:  # ranks may trace at different moments
+            operators.make_groups_in_graph(local, set(), channels=True)
     return layout
 
 

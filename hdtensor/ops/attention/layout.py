@@ -20,7 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from hdtensor.ops.attention.tiles import Span, held
-from hdtensor.ops.bound import BoundSpec
+from hdtensor.ops.bound import BoundSpec, SymbolicBound
 from hdtensor.placements import checks
 from hdtensor.placements.layout import contiguous_stride, owned_boxes
 from hdtensor.placements.spec import HDSpec
@@ -66,18 +66,33 @@ def cuts_sequence(*bounds: BoundSpec) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def attention_layout(
     q: BoundSpec, k: BoundSpec, v: BoundSpec, is_ring: bool
 ) -> AttentionLayout | None:
     """Return who holds what; None where the operands' top cuts do not go together.
 
     Args:
-        q: Queries, [batch, heads, rows, size]; on the same subgroups as the others.
+        q: Queries, [batch, heads, rows, size]; on the same subgroups as the others. Of sizes that a compiler has not
+            fixed all but the batch's are fixed: numbers say which rows see which keys.
         k: Keys.
         v: Values.
         is_ring: Whether blocks of keys go around an axis that cuts queries and keys.
     """
+    q, k, v = (_closed(b) if b.is_symbolic else b for b in (q, k, v))
+    is_open = q.is_symbolic or k.is_symbolic or v.is_symbolic
+    return _layout(q, k, v, is_ring) if is_open else _known_layout(q, k, v, is_ring)
+
+
+def _closed(bound: BoundSpec) -> BoundSpec:
+    """Return a bound spec whose sizes are fixed, except for the batch's."""
+    shape = (bound.shape[BATCH], *map(int, bound.shape[HEADS:]))
+    sizes = bound.top_sizes
+    if sizes is not None and checks.shard_dim(bound.spec.top) != BATCH:
+        sizes = tuple(map(int, sizes))
+    return BoundSpec.of(bound.spec, shape, contiguous_stride(shape), bound.dtype, sizes)
+
+
+def _layout(q: BoundSpec, k: BoundSpec, v: BoundSpec, is_ring: bool) -> AttentionLayout | None:
     top = _top_cuts(q, k, v)
     if top is None:
         return None
@@ -115,6 +130,9 @@ def attention_layout(
         line=() if q.index is None else _line(q, lines[q.index]),
         moves_top=any(checks.shard_dim(b.spec.top) == SEQUENCE for b in (k, v)),
     )
+
+
+_known_layout = functools.lru_cache(maxsize=4096)(_layout)
 
 
 def _bound(like: BoundSpec, spec: HDSpec, sizes: tuple[int, ...] | None) -> BoundSpec:
@@ -199,8 +217,14 @@ def _line(q: BoundSpec, axis: int | None) -> tuple[int, ...]:
     return next(line for line in lines if q.rank in line)
 
 
+def _known(bound: BoundSpec) -> BoundSpec:
+    """Return a bound spec with the same rows of the sequence. Only the batch's size may be open, and any will do."""
+    return bound.hinted() if isinstance(bound, SymbolicBound) else bound
+
+
 def runs_of(bound: BoundSpec, rank: int) -> list[tuple[int, int]]:
     """Return which rows of the sequence a rank holds, as (first, behind the last), in local order."""
+    bound = _known(bound)
     found = {
         (owned.offset[SEQUENCE], owned.box.start[SEQUENCE], owned.box.stop[SEQUENCE])
         for owned in owned_boxes(bound.spec, tuple(bound.shape), bound.top_sizes, rank)
@@ -208,13 +232,17 @@ def runs_of(bound: BoundSpec, rank: int) -> list[tuple[int, int]]:
     return [(start, stop) for _, start, stop in sorted(found)]
 
 
-@functools.lru_cache(maxsize=4096)
 def spans_of(bound: BoundSpec, rank: int, order: tuple[Span, ...]) -> tuple[Span, ...]:
     """Return where in the sequence the rows of a rank are.
 
     Args:
-        bound: Queries, keys or values.
+        bound: Queries, keys or values of an ``AttentionLayout``.
         rank: Whose rows.
         order: Positions of the global tensor's rows.
     """
+    return _known_spans(_known(bound), rank, order)
+
+
+@functools.lru_cache(maxsize=4096)
+def _known_spans(bound: BoundSpec, rank: int, order: tuple[Span, ...]) -> tuple[Span, ...]:
     return held(order, runs_of(bound, rank))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hdtensor.collectives import observe, p2p
+from hdtensor.collectives import observe, operators, p2p
 from hdtensor.ops.attention.kernels import Parts, accumulated, attend, attend_backward, merge
 from hdtensor.ops.attention.tiles import Tile
 
@@ -58,6 +58,8 @@ class Ring:
         """Start sending to the next rank and receiving from the one before; what is returned waits."""
         after = self.line[(self.place + 1) % len(self.line)]
         before = self.line[self.place - 1]
+        if type(held[0]) is not torch.Tensor:
+            return _pass_on_in_graph(held, arriving, after, before, reverse)
         sent = [x for x in held if x.numel()]
         received = [x for x in arriving if x.numel()]
         if observe.listeners:
@@ -132,6 +134,27 @@ def ring_backward(
         sums_arrived = ring.pass_on(held, sums, reverse=True)
     sums_arrived()
     return grad_q, *sums
+
+
+def _pass_on_in_graph(
+    held: Sequence[torch.Tensor],
+    arriving: Sequence[torch.Tensor],
+    after: int,
+    before: int,
+    reverse: bool,
+) -> Callable[[], None]:
+    """Send and receive by an operator of the graph, at the place where it waits."""
+    sizes = [x.numel() for x in arriving]
+    flat = torch.cat([x.reshape(-1) for x in held])
+    sends = ([after], [flat.numel()]) if flat.numel() else ([], [])
+    recvs = ([before], [sum(sizes)]) if sum(sizes) else ([], [])
+
+    def wait() -> None:
+        found = operators.start("send_recv", flat, *sends, *recvs, reverse)
+        for x, values in zip(arriving, found.split(sizes), strict=True):
+            x.copy_(values.view(x.shape))
+
+    return wait
 
 
 def _nothing() -> None:

@@ -112,7 +112,7 @@ def _shared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: int
     call = make_call(func, args, kwargs)
     check_same_subgroups(call)
     check_same_cut(call)
-    layout = attention_layout(*bounds, False)
+    layout = attention_layout(bounds[0], bounds[1], bounds[2], False)
     if layout is None:
         return None
     for path, bound in list(call.specs.items())[first + 1 : first + 3]:

@@ -18,7 +18,11 @@ from hdtensor._torch_compat import DTensorSpec
 from hdtensor.ops.bound import BoundSpec
 from hdtensor.ops.propagate import operands, row_rule
 from hdtensor.ops.registry import call, deduced, is_hdtensor, special, wrap
-from hdtensor.ops.special.batch_statistics import cuts_samples, over_the_whole_batch
+from hdtensor.ops.special.batch_statistics import (
+    by_running_statistics,
+    cuts_samples,
+    over_the_whole_batch,
+)
 from hdtensor.ops.special.conversions import convert_inside
 from hdtensor.ops.writes import copy_into
 from hdtensor.placements import checks
@@ -46,6 +50,8 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     trains = func not in _TRAINING or (position is not None and args[position])
     if trains and func in _TRAINING and cuts_samples(args[0]):
         return over_the_whole_batch
+    if not trains and cuts_samples(args[0]):
+        return by_running_statistics
     if trains or func._schema.is_mutable:  # what may write keeps its layouts in evaluation too
         run = _by_channels(func, args)
         if run is not None or trains:

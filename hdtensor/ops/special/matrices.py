@@ -47,8 +47,13 @@ _BATCHED = {
     aten.lu_unpack.default: 3,
     aten.ormqr.default: 1,
 }
-if hasattr(aten, "cholesky"):  # gone in torch 2.14
-    _BATCHED[aten.cholesky.default] = 1
+#: The same of operators that not every torch has: the first is gone in 2.14, the others are new there.
+_BATCHED_SOMEWHERE = {"cholesky": 1, "linalg_matrix_sqrth": 1, "linalg_polar": 2}
+_BATCHED.update(
+    (getattr(aten, name).default, num)
+    for name, num in _BATCHED_SOMEWHERE.items()
+    if hasattr(aten, name)
+)
 
 
 def _batched(num_outs: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:

@@ -19,6 +19,7 @@ from hdtensor.ops.generate import empty_beside
 from hdtensor.ops.registry import is_hdtensor, special, wrap
 from hdtensor.placements import checks
 from hdtensor.placements.layout import contiguous_stride
+from hdtensor.placements.sizes import hint
 from hdtensor.placements.spec import HDSpec
 
 
@@ -27,7 +28,9 @@ aten = torch.ops.aten
 
 def _pieces(length: int, sizes: Any) -> int | None:
     """Return into how many equal pieces ``split`` takes a dim apart, None for unlike ones."""
-    if isinstance(sizes, int):
+    if not isinstance(sizes, list | tuple):
+        sizes = hint(sizes)
+        length = hint(length)
         return length // sizes if sizes and length % sizes == 0 else None
     return len(sizes) if len(set(sizes)) == 1 and sum(sizes) == length else None
 

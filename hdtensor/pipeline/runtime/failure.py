@@ -7,6 +7,7 @@ in a wait that does not end so (a collective of a group that somebody still refe
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
@@ -33,7 +35,12 @@ BLAME_SECONDS = 3.0
 #: How long rank 0 stays after a failure, for ranks that have not heard of it, seconds.
 STAY_SECONDS = 3.0
 
+#: How long the program's end waits for watchers that look at the store, seconds.
+END_SECONDS = 5.0
+
 _counter = itertools.count()
+_is_ending = threading.Event()
+_guards: weakref.WeakSet[FailureGuard] = weakref.WeakSet()
 
 
 class FailureGuard:
@@ -54,8 +61,15 @@ class FailureGuard:
         self._silent: set[int] = set()
         self._first: str | None = None
         self._main: int | None = None
-        watcher = threading.Thread(target=self._watch, daemon=True, name="hdtensor-watch")
-        watcher.start()
+        self._watcher = threading.Thread(
+            target=_watch,
+            args=(weakref.ref(self), self._running),
+            daemon=True,
+            name="hdtensor-watch",
+        )
+        self._watcher.start()
+        weakref.finalize(self, self._running.set)  # the watcher sees that there is nothing to watch
+        _guards.add(self)
 
     def doing(self, what: object) -> None:
         """Note what this rank does now, for messages.
@@ -160,22 +174,25 @@ class FailureGuard:
                 )
         return self._tell(f"a connection of rank {rank} broke: {str(error)[:200]}")
 
-    def _watch(self) -> None:
-        """End this process if it still waits long after another rank failed."""
-        while True:
-            self._running.wait()
-            time.sleep(WATCH_SECONDS)
-            try:
-                failed = self._look()
-            except Exception:  # main's own waits will tell
-                return
-            if not failed or not self._running.is_set():
-                self._caught_since = None
-                continue
-            now = time.monotonic()
-            self._caught_since = self._caught_since or now
-            if now - self._caught_since > GRACE_SECONDS:
-                self._end()
+    def check(self) -> bool:
+        """End this process if it still waits long after another rank failed; return whether to go on watching."""
+        try:
+            failed = self._look()
+        except Exception:  # main's own waits will tell
+            return False
+        if not failed or not self._running.is_set():
+            self._caught_since = None
+            return True
+        now = time.monotonic()
+        self._caught_since = self._caught_since or now
+        if now - self._caught_since > GRACE_SECONDS:
+            self._end()
+        return True
+
+    def close(self) -> None:
+        """End the watcher, after what it is at; only when the program ends."""
+        self._running.set()
+        self._watcher.join(END_SECONDS)
 
     def _look(self) -> bool:
         """Answer who asks which ranks are there; return whether one has failed, and keep which."""
@@ -198,6 +215,26 @@ class FailureGuard:
         )
         sys.stderr.flush()
         os._exit(1)
+
+
+def _watch(guard: weakref.ref[FailureGuard], running: threading.Event) -> None:
+    """Look at the store while steps run, as long as there is a guard."""
+    while True:
+        running.wait()
+        if _is_ending.wait(WATCH_SECONDS):
+            return
+        now = guard()
+        if now is None or not now.check():
+            return
+        del now
+
+
+@atexit.register
+def _end_watchers() -> None:
+    """Let no watcher be in the store when the interpreter ends: that would abort the process."""
+    _is_ending.set()
+    for guard in list(_guards):
+        guard.close()
 
 
 def _clear_frames(error: BaseException, *, only_own: bool) -> None:

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hdtensor.api import regions
 from hdtensor.api.module_state import Switches
 from hdtensor.api.parallelize import ParallelState
 from hdtensor.api.points import PlacedPoint
+from hdtensor.api.region_install import install
+from hdtensor.api.regions import Region
 from hdtensor.pipeline.runtime import losses, stage_points
 from hdtensor.pipeline.runtime.activations import CheckpointedLayer, Offload, checkpoint_layers
 from hdtensor.pipeline.runtime.batches import map_tensors, signature
@@ -88,7 +89,7 @@ class LaneRank:
             self.gradients,
             is_possible=is_alone and options.use_regions,
         )
-        self.regions: list[regions.Region] = []
+        self.regions: list[Region] = []
         self.problem: Exception | None = None
         self.means = NO_MEANS
         self._hooks: Sequence[RemovableHandle | PlacedPoint] = []
@@ -123,7 +124,7 @@ class LaneRank:
             self._hooks = stage_points.place(self._model, self.plan, description.layer_modules)
             if self._options.use_regions:
                 sync: Any = self.gradients
-                self.regions = regions.install(self._model, description, sync, only_skips=is_split)
+                self.regions = install(self._model, description, sync, only_skips=is_split)
         self._checkpointed = checkpoint_layers(self._model, description, checkpointed)
         self._offloaded = offloaded
         self._state.undo.append(self.remove)
