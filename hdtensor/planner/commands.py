@@ -120,7 +120,6 @@ def _plan(options: argparse.Namespace) -> int:
     if options.uniform and result.uniform is not None:
         uniform = predict(found.planned._replace(strategy=result.uniform.strategy), costs)
     _write_outputs(summary, options)
-    warn(context_warning(planned), options)
     warn(unmeasured(planned, costs), options)
     if options.json:
         more = {} if uniform is None else {"uniform": uniform.to_dict()}
@@ -140,6 +139,7 @@ def _plan(options: argparse.Namespace) -> int:
             sys.stdout.write(f"\nbest uniform plan: {text}\n")
         if facts:
             sys.stdout.write(f"\n{replan_text(facts)}\n")
+    warn(context_warning(planned), options)
     if interrupt.is_set():
         sys.stderr.write("hdtensor plan: interrupted; this is the best plan so far\n")
         return INTERRUPTED
@@ -218,8 +218,8 @@ def summary_of(options: argparse.Namespace) -> Summary:
     costs = costs_of(planned, options)
     summary = predict(planned, costs)
     warn(conflict, options)
-    warn(context_warning(planned), options)
     warn(unmeasured(planned, costs), options)
+    warn(context_warning(planned), options)
     said = purpose.get("predicted", {})
     # What was said holds for what was planned: not for another cluster, other costs or an edited file.
     if not isinstance(said, dict) or said.get("step_seconds") != summary.prediction.seconds:
