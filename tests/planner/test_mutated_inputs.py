@@ -14,7 +14,8 @@ from hdtensor.planner.machine import cluster_of_slurm, cluster_of_topo
 from hdtensor.planner.model import ModelShape
 from hdtensor.planner.models import find_model, shape_of_config
 from hdtensor.planner.workload import Workload
-from tests.planner.test_inputs import EXPERTS, MINE, MLA, SMALL, TOPO
+from tests.planner.test_cluster_inputs import MINE, TOPO
+from tests.planner.test_inputs import EXPERTS, MLA, SMALL
 
 
 ODD = (
