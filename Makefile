@@ -5,7 +5,7 @@
 
 TORCH ?= 2.13.0
 PYTHON ?=
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && n=8; echo $$n)
+JOBS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && n=8; echo $$n)
 ARGS ?=
 
 BIN := .venv/bin

@@ -11,16 +11,9 @@ from pathlib import Path
 import pytest
 
 from hdtensor._interrupts import in_order, is_command
+from tests.planner.test_commands import TINY
 
 
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-}
 MODULE = ["-m", "hdtensor"]
 SCRIPT = [str(Path(sys.executable).with_name("hdtensor"))]
 
