@@ -11,6 +11,7 @@ from torch import nn
 from hdtensor.api.agreement import attempt, communicates, exchange, require_alike
 from hdtensor.api.collect import full_tensor
 from hdtensor.api.distribute import distribute_tensor
+from hdtensor.api.forward import without_compiler
 from hdtensor.api.parallelize import state_of
 from hdtensor.api.sequences import order_in, share_batch
 from hdtensor.errors import PlanError
@@ -43,7 +44,7 @@ def distribute_batch(
         _check_same_batch(batch)
         state.is_batch_checked = True
     if state.plan.shared_sequences is not None:
-        return share_batch(model, state.plan, batch, keep_plain)
+        return share_batch(without_compiler(model), state.plan, batch, keep_plain)
 
     def cut(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.ndim:

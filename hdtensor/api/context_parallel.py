@@ -95,9 +95,8 @@ class context_parallel(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
-            func = (
-                torch.unflatten
-            )  # compilers cannot follow the method's ``super()`` inside of a mode
+            # Compilers cannot follow the method's ``super()`` inside of a mode.
+            func = torch.unflatten
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.num_calls += 1

@@ -36,9 +36,9 @@ def make_sum(
     if len(args) != 2 or not all(map(is_hdtensor, args)) or args[0].shape != args[1].shape:
         return None
     first, second = args[0]._spec, args[1]._spec
-    target = first if func is aten.add_.Tensor else _common(first, second)
     if first.spec is second.spec and first.top_sizes == second.top_sizes:
         return None  # it is not the layouts that the operator refuses
+    target = first if func is aten.add_.Tensor else _common(first, second)
     message = str(refusal)
 
     def run(a: Any, b: Any, kw: Any) -> Any:

@@ -67,9 +67,8 @@ def decide_reshape(call: Call, metas: Any) -> Decision:
     """
     bound = call.specs[(0,)]
     src, dst = tuple(bound.shape), tuple(metas.shape)
-    if len(src) == len(dst) and all(
-        map(same, src, dst)
-    ):  # nothing is regrouped, whatever the sizes
+    if len(src) == len(dst) and all(map(same, src, dst)):
+        # Nothing is regrouped, whatever the sizes.
         return _reshape(call, bound.spec, ({},) * bound.spec.num_subgroups, bound.top_sizes)
     if math.prod(src) == 0:  # every rank has all of nothing; DTensor's rule may loop for ever
         return replicated(call, metas)

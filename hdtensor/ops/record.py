@@ -105,9 +105,8 @@ def decision_of(call: Call, metas: Any, key: Any) -> Decision:
         metas: Metadata of its results.
         key: Its ``sizeless_key``.
     """
-    if (
-        key is not None
-    ):  # how many pieces a split gives is told by lengths, which the key leaves out
+    if key is not None:
+        # How many pieces a split gives is told by lengths, which the key leaves out.
         key = (key, len(as_list(metas)))
     found = _decisions.get(key) if key is not None else None
     if found is None:

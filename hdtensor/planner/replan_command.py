@@ -36,7 +36,7 @@ class Replanned(NamedTuple):
         result: What the search says of it.
         costs: What it was found with.
         lost: Ranks of the cluster that may not be used.
-            facts: What to tell: ``lost``, ``lanes_kept``, ``lanes_before``, ``seconds``, and ``only_on_lost_ranks``: what
+        facts: What to tell: ``lost``, ``lanes_kept``, ``lanes_before``, ``seconds``, and ``only_on_lost_ranks``: what
             a running job needs a checkpoint for; empty of a search.
     """
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hdtensor as hd
-from tests.models.hf import batch, build, compare_gradient, strategy
+from tests.models.hf import backward_as, batch, build, compare_gradients, strategy
 from tests.support.world import run_world
 
 
@@ -22,8 +22,7 @@ def _train(compiled, reference, optimizers, step):
         expected = reference(**data).loss
         expected.backward()
     torch.testing.assert_close(hd.item(loss), expected.item(), rtol=1e-6, atol=0)
-    for (name, p), q in zip(compiled.named_parameters(), reference.parameters(), strict=True):
-        compare_gradient(name, p, q, 1e-6)
+    compare_gradients(compiled, reference, 1e-6)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -86,13 +85,8 @@ def _checkpointed_layers(rank):
     for layer in model.transformer.h:
         layer.compile(fullgraph=True, backend="aot_eager")
     data = batch(0)
-    expected = reference(**data).loss
-    loss = model(**hd.distribute_batch(model, data)).loss
-    torch.testing.assert_close(hd.item(loss), expected.item(), rtol=1e-6, atol=0)
-    expected.backward()
-    loss.backward()
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        compare_gradient(name, p, q, 1e-6)
+    backward_as(reference, model, data)
+    compare_gradients(model, reference, 1e-6)
 
 
 @pytest.mark.dist(4)

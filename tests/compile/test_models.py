@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hdtensor as hd
-from tests.models.hf import batch, build, compare_gradient, strategy
+from tests.models.hf import backward_as, batch, build, compare_gradients, strategy
 from tests.support.world import run_world
 
 
@@ -30,14 +30,8 @@ def _train(rank, family, backend):
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (reference, model)]
     for step in range(3):
         data = batch(step)
-        expected = reference(**data).loss
-        expected.backward()
-        loss = compiled(**hd.distribute_batch(model, data)).loss
-        loss.backward()
-        torch.testing.assert_close(hd.item(loss), expected.item(), rtol=1e-6, atol=0)
-        pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
-        for (name, parameter), plain in pairs:
-            compare_gradient(name, parameter, plain, 1e-6)
+        backward_as(reference, compiled, data)
+        compare_gradients(model, reference, 1e-6)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -61,13 +55,8 @@ def _compile_layers(rank):
         layer.compile(backend="aot_eager", fullgraph=True)
     for step in range(4):
         data = batch(step)
-        expected = reference(**data).loss
-        loss = model(**hd.distribute_batch(model, data)).loss
-        torch.testing.assert_close(hd.item(loss), expected.item(), rtol=1e-6, atol=0)
-        expected.backward()
-        loss.backward()
-        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            compare_gradient(name, p, q, 1e-6)
+        backward_as(reference, model, data)
+        compare_gradients(model, reference, 1e-6)
         model.zero_grad()
         reference.zero_grad()
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -94,11 +83,7 @@ def _switch(rank):
             hd.switch(model, plan, optimizers[1])
             now = plan
         data = batch(step)
-        expected = reference(**data).loss
-        expected.backward()
-        loss = compiled(**hd.distribute_batch(model, data)).loss
-        loss.backward()
-        torch.testing.assert_close(hd.item(loss), expected.item(), rtol=1e-6, atol=0)
+        backward_as(reference, compiled, data)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

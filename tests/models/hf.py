@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 import hdtensor as hd
 from hdtensor.tensor import HDTensor
@@ -112,3 +113,25 @@ def compare_gradient(
     torch.testing.assert_close(
         grad.to_local(), expected.to_local(), rtol=1e-5, atol=atol, msg=lambda m: f"{name}: {m}"
     )
+
+
+def compare_gradients(model: nn.Module, reference: nn.Module, rounding: float = 0.0) -> None:
+    """Compare the local parts of all gradients with one device's."""
+    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+    for (name, parameter), plain in pairs:
+        compare_gradient(name, parameter, plain, rounding)
+
+
+def backward_as(reference: nn.Module, model: nn.Module, data: dict[str, torch.Tensor]) -> None:
+    """Run a forward and a backward of both; the loss must be one device's.
+
+    Args:
+        reference: On one device.
+        model: Parallelized; or what ``torch.compile`` made of it.
+        data: The whole batch.
+    """
+    expected = reference(**data).loss
+    loss = model(**hd.distribute_batch(model, data)).loss
+    torch.testing.assert_close(hd.item(loss), expected.item(), rtol=1e-6, atol=0)
+    expected.backward()
+    loss.backward()
